@@ -1,0 +1,72 @@
+"""Configuration: frozen values passed down. The only module that reads the environment."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+KvDtype = Literal["auto", "float64", "float32", "bf16", "int8", "fp8", "rk8v4", "rk4v4", "rk4v4-e8", "rk2v4-e8"]
+ComputeDtype = Literal["auto", "float64", "float32", "bf16"]
+WeightsMode = Literal["auto", "groupwise-int", "int8", "bf16"]
+SpecMode = Literal["off", "mtp", "lookup", "mtp+lookup"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine process needs. Field names are the flags of `longlane serve`, see `docs/flags.md`.
+
+    `kv_capacity` None means auto: min(lanes x context, what fits). `dtype` auto is the fastest route of the device;
+    float32 and float64 are the exact routes that tests compare.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: ComputeDtype = "auto"
+    weights: WeightsMode = "auto"
+    kv_dtype: KvDtype = "auto"
+    max_context: int | None = None
+    kv_capacity: int | None = None
+    max_concurrency: int = 1
+    max_pending_requests: int = 16
+    pending_timeout_ms: int = 30_000
+    prefill_chunk: int = 1024
+    decode_floor: float = 0.5
+    spec: SpecMode = "off"
+    draft_tokens: int | None = None
+    lm_head_draft: bool = False
+    memory_bytes: int | None = None
+    threads: int | None = None
+    cuda_graph: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Everything the API process needs besides the engine's configuration."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_key: str | None = None
+    model_id: str | None = None
+    default_max_tokens: int = 8192
+    max_request_mib: int = 384
+    request_log_jsonl: Path | None = None
+    log_level: str = "info"
+    cors: bool = False
+    no_thinking: bool = False
+    chat_template: Path | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    greedy: bool = False
+
+
+def cache_dir() -> Path:
+    """Where converted demo models and compiled kernels live: `LONGLANE_CACHE`, else `XDG_CACHE_HOME`, else ~/.cache."""
+    if root := os.environ.get("LONGLANE_CACHE"):
+        return Path(root)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "longlane"
