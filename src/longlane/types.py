@@ -139,6 +139,27 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     status: int
 
 
+class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model must be given, per token and per lane. Bytes are the plan's business.
+
+    kv_layers counts the attention layers of the text model, mtp_layers those of the MTP head (same head shape).
+    Recurrent state is [slots, value_heads, value_dim, key_dim] float32 per GDN layer; the convolution history is
+    [slots, channels, taps - 1].
+    """
+
+    kv_layers: int
+    kv_heads: int
+    head_dim: int
+    mtp_layers: int = 0
+    gdn_layers: int = 0
+    gdn_value_heads: int = 0
+    gdn_value_dim: int = 0
+    gdn_key_dim: int = 0
+    conv_channels: int = 0
+    conv_history: int = 0
+    hidden: int = 0
+
+
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the memory plan."""
 

@@ -6,6 +6,9 @@ from typing import Literal
 from torch import Tensor
 
 from longlane.kernels.kv_codec.pages import KVPages
+from longlane.types import CacheSpec
+
+__all__ = ["Batch", "CacheSpec", "Caches", "Kind", "Output"]
 
 Kind = Literal["prefill", "decode", "verify"]
 
@@ -37,28 +40,6 @@ class Batch:
 
     def query_lengths(self) -> tuple[int, ...]:
         return tuple(b - a for a, b in zip(self.query_start, self.query_start[1:], strict=False))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheSpec:
-    """What a model must be given, per token and per lane. Bytes are the plan's business.
-
-    kv_layers counts the attention layers of the text model, mtp_layers those of the MTP head (same head shape).
-    Recurrent state is [slots, value_heads, value_dim, key_dim] float32 per GDN layer; the convolution history is
-    [slots, channels, taps - 1].
-    """
-
-    kv_layers: int
-    kv_heads: int
-    head_dim: int
-    mtp_layers: int = 0
-    gdn_layers: int = 0
-    gdn_value_heads: int = 0
-    gdn_value_dim: int = 0
-    gdn_key_dim: int = 0
-    conv_channels: int = 0
-    conv_history: int = 0
-    hidden: int = 0
 
 
 @dataclass(frozen=True, slots=True)
