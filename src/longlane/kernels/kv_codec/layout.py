@@ -1,0 +1,28 @@
+"""Bytes of one key and one value vector in each `--kv-dtype`. No torch: the memory plan reads this without a GPU."""
+
+RAW_BYTES = {"float64": 8, "float32": 4, "bf16": 2}
+GROUP = 64  # values that share one float16 scale
+
+# Code bits per value of K and V.
+CODE_BITS = {
+    "int8": (8, 8),
+    "fp8": (8, 8),
+    "rk8v4": (8, 4),
+    "rk4v4": (4, 4),
+    "rk4v4-e8": (4, 4),
+    "rk2v4-e8": (2, 4),
+}
+
+CODECS = (*RAW_BYTES, *CODE_BITS)
+
+
+def vector_bytes(codec: str, head_dim: int) -> tuple[int, int]:
+    """Bytes of K and of V for one token and one KV head, scales included. Source: `docs/kv-codecs.md`."""
+    if codec in RAW_BYTES:
+        size = RAW_BYTES[codec] * head_dim
+        return size, size
+    assert head_dim % GROUP == 0, f"coded KV needs a head of whole groups of {GROUP}, got {head_dim}"
+    # fp8 scales a whole row, all others groups of 64.
+    scales = 2 if codec == "fp8" else 2 * (head_dim // GROUP)
+    k_bits, v_bits = CODE_BITS[codec]
+    return head_dim * k_bits // 8 + scales, head_dim * v_bits // 8 + scales

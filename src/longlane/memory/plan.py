@@ -1,0 +1,167 @@
+"""The memory plan: a pure function from geometry, weights and flags to pools. No torch, no GPU.
+
+It is what the engine allocates at start, what `longlane plan` prints for any card, and what the log shows. Every pool
+is a formula over the geometry; the few allowances that are not are the constants below. See `docs/memory.md`.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from longlane.errors import PlanError
+from longlane.kernels.kv_codec.layout import CODECS, vector_bytes
+from longlane.types import CacheSpec, MemoryPlan, Pool
+
+PAGE = 64
+MIB = 1 << 20
+GIB = 1 << 30
+
+# What a CUDA process holds before it allocates anything: context, modules, cuBLAS. Zero on the CPU.
+DRIVER_BYTES = 448 * MIB
+# Left free for fragmentation and for what other programs take on a card that drives a screen.
+RESERVE_BYTES = 1 * GIB
+# One captured decode graph: its nodes and private pool, per (lanes, query length).
+GRAPH_BYTES = 8 * MIB
+# Encoder activations for 1,024 merged image tokens.
+VISION_BYTES_PER_KTOKEN = 62 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """Inputs of `make_plan`. Bytes are absolute; `weights` is bytes by part (text, mtp, draft head, vision).
+
+    `width` is the widest activation of one token in values (gate and up together for a SwiGLU block).
+    `kv_capacity` None fills what fits, at most lanes x max_context. `state_slots` counts images beside the lanes' own.
+    `vision_tokens` 0 means no vision tower.
+    """
+
+    device_bytes: int
+    spec: CacheSpec
+    weights: dict[str, int]
+    vocab_size: int
+    width: int
+    kv_dtype: str
+    lanes: int
+    max_context: int
+    kv_capacity: int | None = None
+    state_slots: int = 0
+    prefill_chunk: int = 1024
+    draft_tokens: int = 0
+    vision_tokens: int = 0
+    graphs: bool = True
+    driver_bytes: int = DRIVER_BYTES
+    reserve_bytes: int = RESERVE_BYTES
+
+
+def page_bytes(spec: CacheSpec, kv_dtype: str) -> int:
+    """Bytes of one page group: 64 tokens of K and V in every attention layer, the MTP layer included."""
+    per_head = sum(vector_bytes(kv_dtype, spec.head_dim))
+    return PAGE * per_head * spec.kv_heads * (spec.kv_layers + spec.mtp_layers)
+
+
+def state_bytes(spec: CacheSpec) -> int:
+    """Bytes of one state image: float32 recurrence, bf16 convolution history, bf16 MTP carry."""
+    recurrent = spec.gdn_value_heads * spec.gdn_value_dim * spec.gdn_key_dim * 4
+    conv = spec.conv_channels * spec.conv_history * 2
+    carry = spec.hidden * 2 if spec.mtp_layers else 0
+    return spec.gdn_layers * (recurrent + conv) + carry
+
+
+def record_bytes(spec: CacheSpec) -> int:
+    """Bytes a verify step records per column to fold from: k and v in bf16, g and beta in float32, a conv column."""
+    per_layer = 2 * spec.conv_channels * 2 + spec.gdn_value_heads * 8
+    return spec.gdn_layers * per_layer
+
+
+def fixed_pools(req: PlanRequest) -> list[Pool]:
+    """Every pool but the KV pages."""
+    spec, columns = req.spec, req.draft_tokens + 1
+    graphs = req.lanes * (2 if req.draft_tokens else 1)
+    # The widest activations of a chunk, their float32 twin in the recurrent layers, and the logits of a decode step.
+    workspace = req.prefill_chunk * (4 * req.width + 6 * max(spec.conv_channels, spec.hidden) * 2)
+    workspace += req.lanes * columns * req.vocab_size * 4
+    pools = [Pool(name=f"weights: {part}", bytes=size) for part, size in req.weights.items() if size]
+    if spec.gdn_layers:
+        images = req.lanes + req.state_slots + 1
+        per_image = f"{state_bytes(spec) / MIB:.1f} MiB"
+        note = f"{images} images of {per_image}: {req.lanes} lanes, {req.state_slots} spare, 1 scratch"
+        pools.append(Pool(name="recurrent state", bytes=images * state_bytes(spec), note=note))
+    if req.draft_tokens and spec.gdn_layers:
+        size = req.lanes * columns * record_bytes(spec)
+        pools.append(Pool(name="verify records", bytes=size, note=f"{columns} columns a lane"))
+    pools.append(Pool(name="workspace", bytes=workspace, note=f"chunk of {req.prefill_chunk} tokens, decode logits"))
+    if req.vision_tokens:
+        size = ceil(req.vision_tokens / 1024) * VISION_BYTES_PER_KTOKEN
+        pools.append(
+            Pool(name="vision workspace", bytes=size, note=f"up to {req.vision_tokens} image tokens a request")
+        )
+    if req.graphs:
+        pools.append(Pool(name="CUDA graphs", bytes=graphs * GRAPH_BYTES, note=f"{graphs} captured shapes"))
+    if req.driver_bytes:
+        pools.append(Pool(name="driver", bytes=req.driver_bytes, note="context and libraries, an allowance"))
+    pools.append(Pool(name="reserve", bytes=req.reserve_bytes, note="kept free"))
+    return pools
+
+
+def make_plan(req: PlanRequest) -> MemoryPlan:
+    """Divide the device among the pools.
+
+    Raises PlanError naming the bound that breaks and the nearest settings that fit. Page 0 is a scratch page that
+    padded rows write to; it is counted in the KV pool and not in `kv_tokens`.
+    """
+    _check(req)
+    pools = fixed_pools(req)
+    fixed = sum(pool.bytes for pool in pools)
+    page = page_bytes(req.spec, req.kv_dtype)
+    per_lane = ceil(req.max_context / PAGE)
+    fits = (req.device_bytes - fixed) // page - 1
+    wanted = req.lanes * per_lane if req.kv_capacity is None else ceil(req.kv_capacity / PAGE)
+    least = max(per_lane, req.lanes) if req.kv_capacity is None else wanted
+    if fits < least:
+        raise PlanError(_refusal(req, pools, fits, least))
+    pages = min(wanted, fits)
+    kv_note = f"{pages} pages of {PAGE} tokens, {page // PAGE:,} B a token ({req.kv_dtype})"
+    pools.insert(len(req.weights), Pool(name="KV pages", bytes=(pages + 1) * page, note=kv_note))
+    return MemoryPlan(
+        device_bytes=req.device_bytes,
+        pools=pools,
+        kv_dtype=req.kv_dtype,
+        kv_pages=pages,
+        kv_tokens=pages * PAGE,
+        lanes=req.lanes,
+        max_context=req.max_context,
+        guaranteed_context=min(req.max_context, pages // req.lanes * PAGE),
+    )
+
+
+def _check(req: PlanRequest) -> None:
+    if req.kv_dtype not in CODECS:
+        raise PlanError(f"--kv-dtype {req.kv_dtype} is not known; one of {', '.join(CODECS)}")
+    if not 1 <= req.lanes <= 16:
+        raise PlanError(f"--max-concurrency {req.lanes} is outside 1 to 16")
+    if req.max_context < 1:
+        raise PlanError(f"--max-context {req.max_context} must be positive")
+    if req.kv_capacity is not None and not req.max_context <= req.kv_capacity <= req.lanes * req.max_context:
+        raise PlanError(
+            f"--kv-capacity {req.kv_capacity} must lie between --max-context {req.max_context} and "
+            f"{req.lanes * req.max_context} (lanes x context)"
+        )
+
+
+def _refusal(req: PlanRequest, pools: list[Pool], fits: int, least: int) -> str:
+    page = page_bytes(req.spec, req.kv_dtype)
+    left = req.device_bytes - sum(pool.bytes for pool in pools)
+    if left < 2 * page:
+        largest = max(pools, key=lambda pool: pool.bytes)
+        return (
+            f"device memory: the pools besides KV need {(req.device_bytes - left) / GIB:.2f} GiB of "
+            f"{req.device_bytes / GIB:.2f} GiB (the largest, {largest.name}, {largest.bytes / GIB:.2f} GiB), "
+            "which leaves no page; use fewer lanes, smaller weights or a larger card"
+        )
+    need = f"{least * PAGE:,} tokens at {page // PAGE:,} B each are {(least + 1) * page / GIB:.2f} GiB"
+    cures = [f"--max-context {fits * PAGE}"] if req.kv_capacity is None else [f"--kv-capacity {fits * PAGE}"]
+    for codec in sorted(CODECS, key=lambda c: -page_bytes(req.spec, c)):
+        size = page_bytes(req.spec, codec)
+        if size < page and left // size - 1 >= least:
+            cures.append(f"--kv-dtype {codec}")
+            break
+    return f"KV pool: {need}, and {left / GIB:.2f} GiB are left for it; nearest that fits: {' or '.join(cures)}"

@@ -1,0 +1,147 @@
+"""The memory plan against pools that users measured, and against its own bounds."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longlane.errors import PlanError
+from longlane.kernels.kv_codec.layout import CODECS
+from longlane.memory.plan import GIB, MIB, PlanRequest, make_plan, page_bytes, state_bytes
+from longlane.types import CacheSpec
+
+QWEN_27B = CacheSpec(
+    kv_layers=16,
+    kv_heads=4,
+    head_dim=256,
+    mtp_layers=1,
+    gdn_layers=48,
+    gdn_value_heads=48,
+    gdn_value_dim=128,
+    gdn_key_dim=128,
+    conv_channels=10240,
+    conv_history=3,
+    hidden=5120,
+)
+# Text, MTP and draft head of the published groupwise-int artifact as resident on a device: 16.672 GiB.
+TEXT = int(16.672 * GIB)
+VISION = 282 * MIB
+
+
+def request(**changes: object) -> PlanRequest:
+    base: dict[str, object] = {
+        "device_bytes": 32760 * MIB,
+        "spec": QWEN_27B,
+        "weights": {"text": TEXT, "vision": VISION},
+        "vocab_size": 248320,
+        "width": 34816,
+        "kv_dtype": "rk4v4-e8",
+        "lanes": 2,
+        "max_context": 262144,
+        "state_slots": 2,
+        "draft_tokens": 3,
+        "vision_tokens": 8192,
+    }
+    return PlanRequest(**(base | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("codec", "main", "with_mtp"),
+    [
+        ("bf16", 65536, 69632),
+        ("int8", 33792, 35904),
+        ("fp8", 33024, 35088),
+        ("rk8v4", 25600, 27200),
+        ("rk4v4", 17408, 18496),
+        ("rk4v4-e8", 17408, 18496),
+        ("rk2v4-e8", 13312, 14144),
+    ],
+)
+def test_bytes_per_token_are_the_published_ones(codec: str, main: int, with_mtp: int) -> None:
+    text_only = CacheSpec(kv_layers=16, kv_heads=4, head_dim=256)
+    assert page_bytes(text_only, codec) == 64 * main
+    assert page_bytes(QWEN_27B, codec) == 64 * with_mtp
+
+
+def test_state_image_is_146_8_mib() -> None:
+    assert (state_bytes(QWEN_27B) - 2 * 5120) / MIB == pytest.approx(146.8125)
+
+
+@pytest.mark.parametrize("slots", ["as lanes", "six"])
+@pytest.mark.parametrize(
+    ("mib", "codec", "lanes", "measured"),
+    [
+        (32760, "fp8", 3, 345_024),
+        (32760, "rk4v4-e8", 3, 654_528),
+        (32760, "rk4v4-e8", 2, 524_288),
+        (32760, "rk4v4-e8", 4, 648_576),
+        (49140, "fp8", 3, 786_432),
+    ],
+)
+def test_pools_users_measured_are_met_within_5_percent(
+    mib: int, codec: str, lanes: int, measured: int, slots: str
+) -> None:
+    spare = lanes if slots == "as lanes" else 6
+    plan = make_plan(request(device_bytes=mib * MIB, kv_dtype=codec, lanes=lanes, state_slots=spare))
+    assert plan.kv_tokens == pytest.approx(measured, rel=0.05)
+    assert plan.guaranteed_context == min(262144, plan.kv_pages // lanes * 64)
+
+
+@given(
+    mib=st.integers(512, 200_000),
+    codec=st.sampled_from(CODECS),
+    lanes=st.integers(1, 16),
+    context=st.integers(1, 300_000),
+    slots=st.integers(0, 32),
+)
+def test_a_plan_fits_the_device_and_serves_one_whole_lane(
+    mib: int, codec: str, lanes: int, context: int, slots: int
+) -> None:
+    req = request(device_bytes=mib * MIB, kv_dtype=codec, lanes=lanes, max_context=context, state_slots=slots)
+    try:
+        plan = make_plan(req)
+    except PlanError as error:
+        assert "\n" not in error.message
+        return
+    assert sum(pool.bytes for pool in plan.pools) <= req.device_bytes
+    assert context <= plan.kv_tokens <= lanes * (context + 63)
+    assert all(pool.bytes > 0 for pool in plan.pools)
+
+
+def test_a_refusal_names_the_bound_and_its_cure_fits() -> None:
+    with pytest.raises(PlanError, match="KV pool") as caught:
+        make_plan(request(device_bytes=24 * GIB, kv_dtype="bf16"))
+    cure = re.search(r"--max-context (\d+)", caught.value.message)
+    assert cure is not None
+    fits = int(cure[1])
+    assert make_plan(request(device_bytes=24 * GIB, kv_dtype="bf16", max_context=fits)).kv_tokens >= fits
+    with pytest.raises(PlanError):
+        make_plan(request(device_bytes=24 * GIB, kv_dtype="bf16", max_context=fits + 64))
+    codec = re.search(r"--kv-dtype (\S+)", caught.value.message)
+    assert codec is not None
+    assert make_plan(request(device_bytes=24 * GIB, kv_dtype=codec[1])).kv_tokens >= 262144
+
+
+def test_weights_that_do_not_fit_are_named() -> None:
+    with pytest.raises(PlanError, match=r"weights: text, 16\.67 GiB"):
+        make_plan(request(device_bytes=16 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"kv_capacity": 1000}, "--kv-capacity 1000 must lie between --max-context 262144 and 524288"),
+        ({"kv_capacity": 600_000}, "--kv-capacity 600000"),
+        ({"lanes": 17}, "--max-concurrency 17 is outside 1 to 16"),
+        ({"kv_dtype": "q4_0"}, "--kv-dtype q4_0 is not known"),
+        ({"max_context": 0}, "--max-context 0 must be positive"),
+    ],
+)
+def test_settings_out_of_range_are_refused(change: dict[str, object], match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        make_plan(request(**change))
+
+
+def test_explicit_capacity_is_what_is_planned() -> None:
+    assert make_plan(request(kv_capacity=300_000)).kv_tokens == 300_032
