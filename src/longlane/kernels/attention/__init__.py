@@ -1,0 +1,20 @@
+"""Attention over paged keys and values, for prefill, decode and verify alike."""
+
+from typing import cast
+
+from torch import Tensor
+
+from longlane.kernels.kv_codec import KVPages
+from longlane.kernels.ragged import Ragged
+from longlane.kernels.route import route
+
+__all__ = ["attend"]
+
+
+def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot: int = 0) -> Tensor:
+    """q [N, heads, head_dim] -> the same shape. The step's own keys and values must be in the pages already.
+
+    The query at position p sees positions first_slot..p of its row; where there is none, the result is zeros.
+    Consecutive query heads share a KV head.
+    """
+    return cast(Tensor, route("attention", q).attend(q, pages, rows, scale=scale, first_slot=first_slot))

@@ -1,0 +1,43 @@
+"""The Gated DeltaNet mixer between its projections: causal convolution, gates, delta rule.
+
+Channels are [q | k | v]. state [slots, Hv, Dv, Dk] is float32 (float64 in float64), history [slots, channels, taps - 1]
+holds the last inputs of the convolution. A row with context 0 starts from zeros whatever its slot holds.
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
+"""
+
+from typing import cast
+
+from torch import Tensor
+
+from longlane.kernels.gdn.record import Record
+from longlane.kernels.ragged import Ragged
+from longlane.kernels.route import route
+
+__all__ = ["Record", "causal_conv", "delta_rule", "fold"]
+
+
+def causal_conv(x: Tensor, weight: Tensor, history: Tensor, rows: Ragged, *, advance: bool) -> Tensor:
+    """SiLU of the depthwise causal convolution of x [N, channels] with weight [taps, channels] (newest tap last).
+    `advance` moves the history on; a verify step leaves it."""
+    return cast(Tensor, route("gdn", x).causal_conv(x, weight, history, rows, advance=advance))
+
+
+def delta_rule(
+    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, rows: Ragged, *, advance: bool
+) -> Tensor:
+    """o [N, Hv, Dv] from the convolved qkv [N, channels] and the raw gate projections a, b [N, Hv].
+
+    With alpha = exp(-exp(a_log) softplus(a + dt_bias)), beta = sigmoid(b), q and k L2-normalised:
+    S <- alpha S; u = beta (v - S k); S <- S + u k^T; o = S q / sqrt(Dk).
+    `advance` writes the last state back. A step that does not (verify), and rows of one token, run the recurrence token
+    by token, so that a column is computed as plain decode computes it; longer rows may run in chunks.
+    """
+    step = route("gdn", qkv).delta_rule(qkv, a, b, a_log, dt_bias, state, rows, advance=advance)
+    return cast(Tensor, step)
+
+
+def fold(
+    record: Record, accepted: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, history: Tensor, rows: Ragged
+) -> None:
+    """Advance state and history of each row by its first accepted [R] columns, with the arithmetic of a decode step."""
+    route("gdn", record.x).fold(record, accepted, a_log, dt_bias, state, history, rows)

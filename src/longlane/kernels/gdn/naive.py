@@ -1,0 +1,87 @@
+"""fp32 (fp64) oracle of the Gated DeltaNet mixer, one token at a time.
+
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longlane.kernels.gdn.record import Record
+from longlane.kernels.ragged import Ragged
+
+
+def causal_conv(x: Tensor, weight: Tensor, history: Tensor, rows: Ragged, *, advance: bool) -> Tensor:
+    taps = weight.shape[0]
+    out = torch.empty_like(x)
+    for row, (start, end, context) in enumerate(rows.spans()):
+        slot = int(rows.slots[row])
+        past = history[slot].T if context else torch.zeros_like(history[slot].T)
+        window = torch.cat((past.to(weight.dtype), x[start:end].to(weight.dtype)))
+        for i in range(end - start):
+            out[start + i] = functional.silu((window[i : i + taps] * weight).sum(0)).to(x.dtype)
+        if advance:
+            history[slot] = window[-(taps - 1) :].T.to(history.dtype)
+    return out
+
+
+def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """(decay alpha, write strength beta), each [N, Hv] in a_log's dtype."""
+    decay = -a_log.exp() * functional.softplus(a.to(a_log.dtype) + dt_bias)
+    return decay.exp(), b.to(a_log.dtype).sigmoid()
+
+
+def delta_rule(
+    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, rows: Ragged, *, advance: bool
+) -> Tensor:
+    out = torch.empty(qkv.shape[0], *state.shape[1:3], dtype=qkv.dtype, device=qkv.device)
+    for row, (start, end, context) in enumerate(rows.spans()):
+        slot = int(rows.slots[row])
+        s = state[slot].clone() if context else torch.zeros_like(state[slot])
+        for i in range(start, end):
+            out[i], s = _step(qkv[i], a[i], b[i], a_log, dt_bias, s)
+        if advance:
+            state[slot] = s
+    return out
+
+
+def fold(
+    record: Record, accepted: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, history: Tensor, rows: Ragged
+) -> None:
+    for row, (start, _, context) in enumerate(rows.spans()):
+        count, slot = int(accepted[row]), int(rows.slots[row])
+        if not count:
+            continue
+        s = state[slot].clone() if context else torch.zeros_like(state[slot])
+        past = history[slot] if context else torch.zeros_like(history[slot])
+        for i in range(start, start + count):
+            _, s = _step(record.qkv[i], record.a[i], record.b[i], a_log, dt_bias, s)
+        state[slot] = s
+        window = torch.cat((past, record.x[start : start + count].T.to(history.dtype)), dim=1)
+        history[slot] = window[:, count:]
+
+
+def _step(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of one row: (o [Hv, Dv], next state [Hv, Dv, Dk])."""
+    q, k, v = heads(qkv.to(state.dtype), *state.shape)
+    alpha, beta = gates(a, b, a_log.to(state.dtype), dt_bias.to(state.dtype))
+    state = state * alpha[:, None, None]
+    u = beta[:, None] * (v - torch.einsum("hvk,hk->hv", state, k))
+    state = state + u[:, :, None] * k[:, None, :]
+    out = torch.einsum("hvk,hk->hv", state, q) * state.shape[-1] ** -0.5
+    return out.to(qkv.dtype), state
+
+
+def heads(qkv: Tensor, value_heads: int, value_dim: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[..., channels] = [q | k | v] -> q, k [..., Hv, Dk], L2-normalised and repeated to the value heads, and v
+    [..., Hv, Dv]. What the value heads leave of the channels is shared by q and k."""
+    value = value_heads * value_dim
+    key = (qkv.shape[-1] - value) // 2
+    q, k, v = qkv.split_with_sizes([key, key, value], dim=-1)
+    repeat = value_heads * key_dim // key
+    q, k = (_normalise(x.unflatten(-1, (-1, key_dim))).repeat_interleave(repeat, -2) for x in (q, k))
+    return q, k, v.unflatten(-1, (value_heads, value_dim))
+
+
+def _normalise(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,0 +1,71 @@
+"""How packed tokens fall into rows, and where each row lives in the caches."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longlane.kernels.kv_codec.pages import PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """R rows packed to N tokens. Token i of row r stands at cache position context[r] + i.
+
+    query_start: R + 1 offsets into N. context: R, tokens cached before this step; a row with context 0 starts from a
+    zero recurrent state whatever its slot holds. block_table: [R, P] int32 page ids. slots: [R] int64 state slots.
+    On the device: starts [R + 1] int32 and contexts [R] int32 mirror the tuples; page and offset [N] int64 say where
+    the key and value of each token go.
+    """
+
+    query_start: tuple[int, ...]
+    context: tuple[int, ...]
+    block_table: Tensor
+    slots: Tensor
+    starts: Tensor
+    contexts: Tensor
+    page: Tensor
+    offset: Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.context)
+
+    @property
+    def tokens(self) -> int:
+        return self.query_start[-1]
+
+    def lengths(self) -> tuple[int, ...]:
+        """New tokens of each row."""
+        return tuple(b - a for a, b in zip(self.query_start, self.query_start[1:], strict=False))
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(start, end, context) of each row."""
+        return list(zip(self.query_start, self.query_start[1:], self.context, strict=False))
+
+
+def ragged(
+    query_start: tuple[int, ...],
+    context: tuple[int, ...],
+    block_table: Tensor,
+    slots: Tensor,
+    contexts: Tensor | None = None,
+) -> Ragged:
+    """Lay the rows out on the device of `block_table`. `contexts` is the device copy of `context` where one exists
+    (the fixed buffer of a captured graph); rows of equal length then need nothing from the host."""
+    device = block_table.device
+    rows, tokens = len(context), query_start[-1]
+    if contexts is None:
+        contexts = torch.tensor(context, dtype=torch.int32, device=device)
+    lengths = [b - a for a, b in zip(query_start, query_start[1:], strict=False)]
+    index = torch.arange(tokens, device=device)
+    if lengths == lengths[:1] * rows:
+        row, column = index // lengths[0], index % lengths[0]
+        starts = torch.arange(0, tokens + 1, lengths[0], dtype=torch.int32, device=device)
+    else:
+        starts = torch.tensor(query_start, dtype=torch.int32, device=device)
+        row = torch.repeat_interleave(torch.arange(rows, device=device), torch.tensor(lengths, device=device))
+        column = index - starts[row]
+    position = contexts[row] + column
+    page = block_table[row, position // PAGE].long()
+    return Ragged(query_start, context, block_table, slots, starts, contexts, page, (position % PAGE).long())
