@@ -1,0 +1,5 @@
+"""Text configurations of the released models, Hugging Face style."""
+
+from typing import Any
+
+GEOMETRIES: dict[str, dict[str, Any]] = {}
