@@ -1,0 +1,106 @@
+"""Everything that belongs to the drawing of one request's tokens."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+from torch import Tensor
+
+from longlane.errors import RequestError
+from longlane.sampling.penalties import Penalties
+from longlane.sampling.thinking import ThinkingState
+from longlane.types import FinishReason, Request
+
+# Given the tokens generated so far: [V] bool of the tokens allowed next, or None for all.
+Mask = Callable[[Sequence[int]], Tensor | None]
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """What a paused request needs, besides its `Request`, to go on exactly where it was."""
+
+    generated: list[int]
+    thinking: ThinkingState | None
+    finish: FinishReason | None
+    stop_id: int | None
+
+
+class RowState:
+    """One request from its first token to its last. `decide` advances it, column by column.
+
+    generated: every token so far, forced ones and a withheld stop included (so its length is `completion_tokens`).
+    Raises `RequestError` for parameters that name tokens outside the vocabulary of `vocab_size` real tokens.
+    """
+
+    def __init__(self, request: Request, vocab_size: int, mask: Mask | None = None):
+        if outside := [token for token in request.sampling.logit_bias if not 0 <= token < vocab_size]:
+            raise RequestError(
+                f"logit_bias names token {outside[0]}; this model has tokens 0 to {vocab_size - 1}", param="logit_bias"
+            )
+        self.request = request
+        self.params = request.sampling
+        self.vocab_size = vocab_size
+        self.mask = mask
+        self.stops = frozenset(request.stop_ids)
+        self.generated: list[int] = []
+        self.finish: FinishReason | None = None if request.max_tokens > 0 else "length"
+        self.stop_id: int | None = None
+        self.thinking = ThinkingState.start(request.thinking) if request.thinking else None
+        self.penalties = self._count()
+
+    @property
+    def position(self) -> int:
+        """Index of the next token in prompt + generated; the counter of its random number."""
+        return len(self.request.token_ids) + len(self.generated)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.request.max_tokens - len(self.generated)
+
+    @property
+    def thinking_tokens(self) -> int:
+        return self.thinking.used if self.thinking else 0
+
+    @property
+    def control_tokens(self) -> int:
+        return self.thinking.control if self.thinking else 0
+
+    @property
+    def forcing(self) -> bool:
+        """Whether the next token is forced whatever the logits say."""
+        return self.thinking is not None and self.thinking.phase == "forcing"
+
+    def expected(self) -> list[int]:
+        """Tokens known to come next without a drafter (the rest of a forced close): free drafts."""
+        budget = self.request.thinking
+        return self.thinking.expected(budget) if self.thinking and budget else []
+
+    def take(self, drawn: int) -> int:
+        """Append the token that stands where `drawn` was drawn, and finish where it must. Returns that token."""
+        assert self.finish is None
+        token, forced = drawn, False
+        if self.thinking and self.request.thinking:
+            token, forced = self.thinking.step(drawn, self.request.thinking)
+        self.generated.append(token)
+        if self.penalties:
+            self.penalties.push(token)
+        if token in self.stops and not forced:
+            self.finish, self.stop_id = "stop", token
+        elif self.remaining <= 0:
+            self.finish = "length"
+        return token
+
+    def snapshot(self) -> Snapshot:
+        thinking = msgspec.structs.replace(self.thinking) if self.thinking else None
+        return Snapshot(generated=list(self.generated), thinking=thinking, finish=self.finish, stop_id=self.stop_id)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back (or forward) to a snapshot of the same request."""
+        self.generated = list(snapshot.generated)
+        self.thinking = msgspec.structs.replace(snapshot.thinking) if snapshot.thinking else None
+        self.finish, self.stop_id = snapshot.finish, snapshot.stop_id
+        self.penalties = self._count()
+
+    def _count(self) -> Penalties | None:
+        if not Penalties.needed(self.params):
+            return None
+        return Penalties(self.params, self.vocab_size, self.request.token_ids, self.generated)
