@@ -1,11 +1,12 @@
 """How packed tokens fall into rows, and where each row lives in the caches."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from longlane.kernels.kv_codec.pages import PAGE
+PAGE = 64  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Ragged:
 
     def lengths(self) -> tuple[int, ...]:
         """New tokens of each row."""
-        return tuple(b - a for a, b in zip(self.query_start, self.query_start[1:], strict=False))
+        return tuple(b - a for a, b in pairwise(self.query_start))
 
     def spans(self) -> list[tuple[int, int, int]]:
         """(start, end, context) of each row."""
@@ -57,7 +58,7 @@ def ragged(
     rows, tokens = len(context), query_start[-1]
     if contexts is None:
         contexts = torch.tensor(context, dtype=torch.int32, device=device)
-    lengths = [b - a for a, b in zip(query_start, query_start[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(query_start)]
     index = torch.arange(tokens, device=device)
     if lengths == lengths[:1] * rows:
         row, column = index // lengths[0], index % lengths[0]

@@ -26,9 +26,8 @@ def causal_conv(x: Tensor, weight: Tensor, history: Tensor, rows: Ragged, *, adv
 
 
 def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """(decay alpha, write strength beta), each [N, Hv] in a_log's dtype."""
-    decay = -a_log.exp() * functional.softplus(a.to(a_log.dtype) + dt_bias)
-    return decay.exp(), b.to(a_log.dtype).sigmoid()
+    """(log of the decay alpha, write strength beta), each [..., Hv] in a_log's dtype."""
+    return -a_log.exp() * functional.softplus(a.to(a_log.dtype) + dt_bias), b.to(a_log.dtype).sigmoid()
 
 
 def delta_rule(
@@ -64,8 +63,8 @@ def fold(
 def _step(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """One token of one row: (o [Hv, Dv], next state [Hv, Dv, Dk])."""
     q, k, v = heads(qkv.to(state.dtype), *state.shape)
-    alpha, beta = gates(a, b, a_log.to(state.dtype), dt_bias.to(state.dtype))
-    state = state * alpha[:, None, None]
+    log_alpha, beta = gates(a, b, a_log.to(state.dtype), dt_bias.to(state.dtype))
+    state = state * log_alpha.exp()[:, None, None]
     u = beta[:, None] * (v - torch.einsum("hvk,hk->hv", state, k))
     state = state + u[:, :, None] * k[:, None, :]
     out = torch.einsum("hvk,hk->hv", state, q) * state.shape[-1] ** -0.5
@@ -79,8 +78,8 @@ def heads(qkv: Tensor, value_heads: int, value_dim: int, key_dim: int) -> tuple[
     key = (qkv.shape[-1] - value) // 2
     q, k, v = qkv.split_with_sizes([key, key, value], dim=-1)
     repeat = value_heads * key_dim // key
-    q, k = (_normalise(x.unflatten(-1, (-1, key_dim))).repeat_interleave(repeat, -2) for x in (q, k))
-    return q, k, v.unflatten(-1, (value_heads, value_dim))
+    q, k = (_normalise(x.reshape(*x.shape[:-1], -1, key_dim)).repeat_interleave(repeat, -2) for x in (q, k))
+    return q, k, v.reshape(*v.shape[:-1], value_heads, value_dim)
 
 
 def _normalise(x: Tensor) -> Tensor:

@@ -1,0 +1,144 @@
+"""CPU route: the recurrence for decode and verify, chunks of 64 in WY form for prefill."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longlane.kernels.gdn.naive import gates, heads
+from longlane.kernels.gdn.record import Record
+from longlane.kernels.ragged import Ragged
+
+_CHUNK = 64
+
+
+def causal_conv(x: Tensor, weight: Tensor, history: Tensor, rows: Ragged, *, advance: bool) -> Tensor:
+    past = _initial(history, rows).transpose(1, 2)
+    out = torch.empty_like(x)
+    kept = []
+    for first, count, start, end in _runs(rows):
+        piece = x[start:end].view(count, -1, x.shape[1])
+        window = torch.cat((past[first : first + count], piece), dim=1)
+        out[start:end] = _convolve(window, weight).flatten(0, 1)
+        kept.append(window[:, 1 - weight.shape[0] :])
+    if advance:
+        history.index_copy_(0, rows.slots, torch.cat(kept).transpose(1, 2))
+    return out
+
+
+def delta_rule(
+    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, rows: Ragged, *, advance: bool
+) -> Tensor:
+    q, k, v = heads(qkv.to(state.dtype), *state.shape[1:])
+    q = q * state.shape[-1] ** -0.5
+    log_alpha, beta = gates(a, b, a_log, dt_bias)
+    if not advance or rows.tokens == rows.rows:
+        in_place = advance and rows.rows == 1 and rows.context[0] > 0
+        s = state[int(rows.slots[0])][None] if in_place else _initial(state, rows)
+        split = [_by_row(x, rows).unbind(1) for x in (q, k, v, log_alpha.exp(), beta)]
+        out = torch.stack([_step(s, *column) for column in zip(*split, strict=True)], dim=1).flatten(0, 1)
+    else:
+        in_place = False
+        s = _initial(state, rows)
+        pieces = []
+        for row, (start, end, _) in enumerate(rows.spans()):
+            token = slice(start, end)
+            piece, s[row] = _chunked(q[token], k[token], v[token], log_alpha[token], beta[token], s[row])
+            pieces.append(piece)
+        out = torch.cat(pieces)
+    if advance and not in_place:
+        state.index_copy_(0, rows.slots, s)
+    return out.to(qkv.dtype)
+
+
+def fold(
+    record: Record, accepted: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, history: Tensor, rows: Ragged
+) -> None:
+    _, k, v = heads(record.qkv.to(state.dtype), *state.shape[1:])
+    log_alpha, beta = gates(record.a, record.b, a_log, dt_bias)
+    s = _initial(state, rows)
+    split = [_by_row(x, rows).unbind(1) for x in (k, v, log_alpha.exp(), beta)]
+    for column, (kt, vt, alpha, strength) in enumerate(zip(*split, strict=True)):
+        # A rejected column is the identity: decay 1, write 0.
+        live = (accepted > column)[:, None]
+        _update(s, kt, vt, alpha.where(live, 1.0), strength.where(live, 0.0))
+    state.index_copy_(0, rows.slots, s)
+
+    past = _initial(history, rows).transpose(1, 2)
+    window = torch.cat((past, _by_row(record.x, rows).to(past.dtype)), dim=1)
+    kept = accepted[:, None] + torch.arange(past.shape[1], device=accepted.device)
+    history.index_copy_(0, rows.slots, window[torch.arange(rows.rows)[:, None], kept].transpose(1, 2))
+
+
+def _initial(cache: Tensor, rows: Ragged) -> Tensor:
+    """Copy of the rows' entries of a state or history, zeros for rows that begin."""
+    entries = cache.index_select(0, rows.slots)
+    for row, context in enumerate(rows.context):
+        if context == 0:
+            entries[row] = 0
+    return entries
+
+
+def _by_row(x: Tensor, rows: Ragged) -> Tensor:
+    """[N, ...] -> [R, T, ...] for rows of equal length."""
+    return x.view(rows.rows, -1, *x.shape[1:])
+
+
+def _runs(rows: Ragged) -> list[tuple[int, int, int, int]]:
+    """(first row, rows, start, end) of what can run as one rectangle: all rows if equally long, else each alone."""
+    if len(set(rows.lengths())) == 1:
+        return [(0, rows.rows, 0, rows.tokens)]
+    return [(row, 1, start, end) for row, (start, end, _) in enumerate(rows.spans())]
+
+
+def _convolve(window: Tensor, weight: Tensor) -> Tensor:
+    """window [R, taps - 1 + T, C] with weight [taps, C] -> SiLU of [R, T, C]."""
+    taps = weight.shape[0]
+    length = window.shape[1] - taps + 1
+    total = window[:, :length].to(weight.dtype) * weight[0]
+    for tap in range(1, taps):
+        total.addcmul_(window[:, tap : tap + length].to(weight.dtype), weight[tap])
+    return functional.silu(total)
+
+
+def _update(s: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> None:
+    """One token of every row into s [R, Hv, Dv, Dk], in place."""
+    s.mul_(alpha[..., None, None])
+    recalled = (s * k[..., None, :]).sum(-1)
+    s.addcmul_(v.sub(recalled).mul_(beta[..., None])[..., None], k[..., None, :])
+
+
+def _step(s: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    _update(s, k, v, alpha, beta)
+    return (s * q[..., None, :]).sum(-1)
+
+
+def _chunked(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """One row of n tokens: (o [n, Hv, Dv], last state [Hv, Dv, Dk]).
+
+    Within a chunk, with G the running sum of log_alpha: (I + tril(beta K K^T e^(Gi - Gj), -1)) [U | W] =
+    [beta V | beta e^G K]; then V' = U - W S^T, O = e^G Q S^T + tril(Q K^T e^(Gi - Gj)) V'.
+    """
+    tokens = q.shape[0]
+    chunk = min(_CHUNK, tokens)
+    padding = -tokens % chunk
+    # Padded tokens neither decay nor write: log_alpha, beta and k are 0.
+    q, k, v, log_alpha, beta = (
+        functional.pad(x, (0, 0) * (x.ndim - 1) + (0, padding)).view(-1, chunk, *x.shape[1:]).transpose(1, 2)
+        for x in (q, k, v, log_alpha, beta)
+    )
+    total = log_alpha.cumsum(-1)
+    decay = (total[..., :, None] - total[..., None, :]).tril_().exp_().tril_()
+    growth, weight = total.exp()[..., None], beta[..., None]
+    scores = k @ k.mT
+    right = torch.cat((weight * v, weight * growth * k), dim=-1)
+    solved = torch.linalg.solve_triangular(scores.mul_(decay).mul_(weight), right, upper=False, unitriangular=True)
+    u, w = solved.split_with_sizes([v.shape[-1], k.shape[-1]], dim=-1)
+    attention, carried = (q @ k.mT).mul_(decay), q * growth
+    last = total[..., -1, None]
+    kept, shrink = k * (last - total).exp()[..., None], last.exp()[..., None]
+    out = torch.empty_like(v)
+    for c in range(q.shape[0]):
+        fresh = u[c] - w[c] @ s.mT
+        torch.add(carried[c] @ s.mT, attention[c] @ fresh, out=out[c])
+        s = torch.baddbmm(shrink[c] * s, fresh.mT, kept[c])
+    return out.transpose(1, 2).flatten(0, 1)[:tokens], s
