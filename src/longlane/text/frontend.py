@@ -1,0 +1,102 @@
+"""The text half of a model: its tokenizer, chat template, stop tokens and preferred sampling."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longlane.errors import CheckpointError, RequestError
+from longlane.text.control import Shield
+from longlane.text.template import ChatTemplate, Message
+from longlane.text.tokenizer import Tokenizer
+
+RESERVED_OPTIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """`generation` is the parsed generation_config.json; `stop_ids` end an answer and are never shown."""
+
+    tokenizer: Tokenizer
+    shield: Shield
+    template: ChatTemplate | None
+    generation: Mapping[str, Any]
+    stop_ids: tuple[int, ...]
+
+    @classmethod
+    def load(
+        cls, get: Callable[[str], bytes | None], config: Mapping[str, Any], template: str | None = None
+    ) -> "Frontend":
+        """From the resources of a model (`get(role)`) and its config; `template` replaces the model's own.
+
+        The order for the template is: `template`, the chat_template resource, tokenizer_config's `chat_template`.
+        Raises `CheckpointError` when the tokenizer is missing or a resource cannot be read.
+        """
+        definition = get("tokenizer")
+        if definition is None:
+            raise CheckpointError("the model has no tokenizer (tokenizer.json); convert it again with one")
+        tokenizer_config = _json(get("tokenizer_config"), "tokenizer_config.json")
+        generation = _json(get("generation_config"), "generation_config.json")
+        tokenizer = Tokenizer(definition, tokenizer_config)
+        source = template or _template_source(get("chat_template"), tokenizer_config)
+        return cls(
+            tokenizer=tokenizer,
+            shield=Shield(tokenizer.control_tokens),
+            template=ChatTemplate(source, tokenizer.special_strings) if source else None,
+            generation=generation,
+            stop_ids=_stop_ids(tokenizer, generation, config),
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None = None,
+        prefill: str = "",
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, ending where the assistant's answer begins (after `prefill`, if any).
+
+        Nothing in `messages`, `tools`, `prefill` or `options` can become a control token.
+        """
+        if self.template is None:
+            raise RequestError("this model has no chat template; use /v1/completions", code="invalid_prompt")
+        if taken := RESERVED_OPTIONS & (options or {}).keys():
+            raise RequestError(f"{min(taken)} cannot be set here", code="invalid_prompt", param="chat_template_kwargs")
+        foreign = [list(messages), tools, dict(options or {}), prefill]
+        mark = self.shield.choose_mark(foreign)
+        turns, covered_tools, covered_options, covered_prefill = self.shield.cover(foreign, mark)
+        text = self.template.render(turns, tools=covered_tools, **covered_options)
+        return self.tokenizer.encode_rendered(text + covered_prefill, mark)
+
+
+def _json(data: bytes | None, name: str) -> dict[str, Any]:
+    if data is None:
+        return {}
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise CheckpointError(f"{name}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name}: expected an object, got {type(value).__name__}")
+    return value
+
+
+def _template_source(resource: bytes | None, tokenizer_config: Mapping[str, Any]) -> str | None:
+    try:
+        if resource is not None:
+            return resource.decode()
+        source = tokenizer_config.get("chat_template")
+        if isinstance(source, list):
+            named = {entry["name"]: entry["template"] for entry in source}
+            source = named.get("default") or next(iter(named.values()), None)
+    except (UnicodeDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"chat template: cannot be read ({type(error).__name__}: {error})") from None
+    if source is not None and not isinstance(source, str):
+        raise CheckpointError("tokenizer_config.json: chat_template must be text or a list of named templates")
+    return source
+
+
+def _stop_ids(tokenizer: Tokenizer, generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.id_of(tokenizer.special_strings.get("eos_token", ""))}
+    return tuple(sorted(token for token in ids if isinstance(token, int)))
