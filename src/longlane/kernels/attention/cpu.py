@@ -15,7 +15,7 @@ _BLOCK = 256
 def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot: int = 0) -> Tensor:
     out = torch.empty_like(q)
     for row, (start, end, context) in enumerate(rows.spans()):
-        k, v = kv_codec.gather(pages, rows.block_table[row], context + end - start)
+        k, v = kv_codec.gather(pages, rows.block_table[row], context + end - start, q.dtype)
         k, v = k[:, first_slot:].to(q.dtype), v[:, first_slot:].to(q.dtype)
         for begin in range(start, end, _BLOCK):
             stop = min(begin + _BLOCK, end)

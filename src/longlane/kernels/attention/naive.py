@@ -13,7 +13,7 @@ def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty(q.shape, dtype=wide, device=q.device)
     for row, (start, end, context) in enumerate(rows.spans()):
-        k, v = kv_codec.gather(pages, rows.block_table[row], context + end - start)
+        k, v = kv_codec.gather(pages, rows.block_table[row], context + end - start, wide)
         group = q.shape[1] // k.shape[0]
         k, v = k.to(wide).repeat_interleave(group, 0), v.to(wide).repeat_interleave(group, 0)
         for token in range(start, end):
