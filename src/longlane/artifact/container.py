@@ -131,6 +131,18 @@ class Artifact:
             pieces.append(region.data[max(begin - region.start, 0) : end - region.start])
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def parts(self, name: str) -> tuple[Part, ...]:
+        """What the parameter `name` is made of.
+
+        Raises:
+            ArtifactError: the file has no such parameter.
+        """
+        if name not in self.parameters:
+            fail(
+                self.path, f"there is no parameter {name!r}", "compare 'longlane inspect --objects' with the inventory"
+            )
+        return self.parameters[name]
+
     def resource(self, role: str) -> bytes | None:
         """The bytes of a resource: "tokenizer", "chat_template", ... (the keys of `RESOURCES`), None where absent."""
         file = RESOURCES[role]
