@@ -41,9 +41,9 @@ class Penalties:
             scaled = torch.where(out > 0, out / params.repetition_penalty, out * params.repetition_penalty)
             out = torch.where(self.seen, scaled, out)
         if params.frequency_penalty != 0:
-            out = out - params.frequency_penalty * self.counts
+            out = out - params.frequency_penalty * self.counts.to(out.dtype)
         if params.presence_penalty != 0:
-            out = out - params.presence_penalty * (self.counts > 0)
+            out = out - params.presence_penalty * (self.counts > 0).to(out.dtype)
         if self.bias_ids.numel():
             out = out.index_add(0, self.bias_ids, self.bias.to(out.dtype))
         return out
