@@ -1,14 +1,18 @@
 """What one forward step reads and writes: packed rows, and the caches they own."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from longlane.kernels.kv_codec.pages import KVPages
+from longlane.kernels.gdn import Record
+from longlane.kernels.kv_codec import KVPages, allocate
+from longlane.kernels.ragged import Ragged, ragged
 from longlane.types import CacheSpec
 
-__all__ = ["Batch", "CacheSpec", "Caches", "Kind", "Output"]
+__all__ = ["Batch", "CacheSpec", "Caches", "Kind", "Output", "Record", "Step", "new_caches"]
 
 Kind = Literal["prefill", "decode", "verify"]
 
@@ -23,7 +27,8 @@ class Batch:
     token_ids, positions: [N] int64 (positions [3, N] with images).
     query_start: R + 1 offsets into N. context: R, tokens in the cache before this step.
     block_table: [R, P] int32 page ids. slots: [R] int64 state slots. The host copies of the small ones are tuples, so
-    that no route has to read the device back.
+    that no route has to read the device back; `contexts` [R] int32 is the device copy of `context` where one exists
+    (the fixed buffer of a captured graph).
     """
 
     kind: Kind
@@ -33,13 +38,18 @@ class Batch:
     context: tuple[int, ...]
     block_table: Tensor
     slots: Tensor
+    contexts: Tensor | None = None
 
     @property
     def rows(self) -> int:
         return len(self.context)
 
     def query_lengths(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.query_start, self.query_start[1:], strict=False))
+        return tuple(b - a for a, b in pairwise(self.query_start))
+
+    def ragged(self) -> Ragged:
+        """The rows as kernels take them."""
+        return ragged(self.query_start, self.context, self.block_table, self.slots, self.contexts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +67,40 @@ class Caches:
     carry: Tensor | None = None
 
 
+def new_caches(
+    spec: CacheSpec, *, pages: int, slots: int, codec: str, dtype: torch.dtype, device: torch.device | str
+) -> Caches:
+    """Caches of `pages` and `slots` (index 0 of each included) for a model that computes in `dtype`.
+
+    States start as zeros, but need not: a row with context 0 does not read its slot.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    attention = spec.kv_layers + spec.mtp_layers
+    state = (slots, spec.gdn_value_heads, spec.gdn_value_dim, spec.gdn_key_dim)
+    conv = (slots, spec.conv_channels, spec.conv_history)
+    return Caches(
+        kv=[allocate(codec, pages, spec.kv_heads, spec.head_dim, device) for _ in range(attention)],
+        state=[torch.zeros(state, dtype=wide, device=device) for _ in range(spec.gdn_layers)],
+        conv=[torch.zeros(conv, dtype=dtype, device=device) for _ in range(spec.gdn_layers)],
+        carry=torch.zeros(slots, spec.hidden, dtype=dtype, device=device) if spec.mtp_layers else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every layer of one forward pass shares. cos, sin [N, half]: the rotation of the tokens' positions.
+    `records` collects what GDN layers keep of a step that does not advance their state."""
+
+    rows: Ragged
+    cos: Tensor
+    sin: Tensor
+    advance: bool = True
+    records: list[Record] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """hidden [N, hidden] after the final norm. records: what `fold` needs, one entry per GDN layer, after "verify"."""
 
     hidden: Tensor
-    records: list[object] | None = None
+    records: list[Record] | None = None

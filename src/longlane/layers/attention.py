@@ -1,0 +1,68 @@
+"""Attention blocks over paged keys and values."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longlane.kernels import attention, kv_codec, norm_rope
+from longlane.layers.batch import Caches, Step
+from longlane.layers.linear import Linear
+from longlane.layers.parameters import Parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Shape of an attention layer: query heads, KV heads, and the size of each."""
+
+    query: int
+    kv: int
+    dim: int
+
+
+class Attention:
+    """Plain rotary attention (Llama). `index` is the layer's place in `Caches.kv`."""
+
+    def __init__(self, params: Parameters, heads: Heads, index: int) -> None:
+        self.heads, self.index = heads, index
+        self.query_key_value = Linear.of(params, "query_key_value")
+        self.output = Linear.of(params, "output")
+
+    def __call__(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
+        heads = self.heads
+        qkv = self.query_key_value(x).view(x.shape[0], -1, heads.dim)
+        q, k, v = qkv.split_with_sizes([heads.query, heads.kv, heads.kv], dim=1)
+        q, k = norm_rope.qk_norm_rope(q, k, step.cos, step.sin)
+        pages = caches.kv[self.index]
+        kv_codec.append(pages, k, v, step.rows)
+        return self.output(attention.attend(q, pages, step.rows, scale=heads.dim**-0.5).flatten(1))
+
+
+class GatedAttention:
+    """Attention with zero-centred norms of query and key heads and a sigmoid output gate (Qwen3.5).
+
+    Positions below `first_slot` are never seen: the MTP layer has no entry at 0. Source: transformers `qwen3_5`.
+    """
+
+    def __init__(self, params: Parameters, heads: Heads, index: int, eps: float, first_slot: int = 0) -> None:
+        self.heads, self.index, self.eps, self.first_slot = heads, index, eps, first_slot
+        fused = "query_key_gate_value"
+        self.input = Linear.of(params, *([fused] if params.has(fused) else ["query_key", "gate_value"]))
+        self.query_norm = params.vector("query_norm") + 1
+        self.key_norm = params.vector("key_norm") + 1
+        self.output = Linear.of(params, "output")
+
+    def __call__(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
+        q, gate = self.append(x, step, caches)
+        pages = caches.kv[self.index]
+        scale = self.heads.dim**-0.5
+        y = attention.attend(q, pages, step.rows, scale=scale, first_slot=self.first_slot)
+        return self.output(norm_rope.sigmoid_gate(y.flatten(1), gate.flatten(1)))
+
+    def append(self, x: Tensor, step: Step, caches: Caches) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of x [N, H]; return query and gate [N, heads, dim]."""
+        heads = self.heads
+        fused = self.input(x).view(x.shape[0], -1, heads.dim)
+        q, k, gate, v = fused.split_with_sizes([heads.query, heads.kv, heads.query, heads.kv], dim=1)
+        q, k = norm_rope.qk_norm_rope(q, k, step.cos, step.sin, self.query_norm, self.key_norm, self.eps)
+        kv_codec.append(caches.kv[self.index], k, v, step.rows)
+        return q, gate

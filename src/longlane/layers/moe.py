@@ -1,0 +1,59 @@
+"""A mixture of SwiGLU experts with a shared one."""
+
+import torch
+from torch import Tensor
+
+from longlane.kernels import norm_rope
+from longlane.kernels.linear import PackedWeight, Prepared, Weight, linear, prepare
+from longlane.layers.linear import Linear
+from longlane.layers.parameters import Parameters
+
+
+class MoE:
+    """The `top_k` experts with the largest softmax probability, weighted by it renormalised, plus a shared expert
+    weighted by a sigmoid of its own gate.
+
+    router [E + 1, H] holds the router's rows and then the shared gate's. Rows of experts/gate_up are
+    expert, then gate | up; of experts/down expert, then H. Source: transformers `qwen3_5_moe`.
+    """
+
+    def __init__(self, params: Parameters, top_k: int) -> None:
+        self.top_k = top_k
+        self.router = Linear.of(params, "router")
+        self.experts = self.router.parts[0].shape[0] - 1
+        self.gate_up = _split(params, "experts/gate_up", self.experts)
+        self.down = _split(params, "experts/down", self.experts)
+        self.shared_gate_up = Linear.of(params, "shared/gate_up")
+        self.shared_down = Linear.of(params, "shared/down")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scores = self.router(x)
+        wide = scores if scores.dtype == torch.float64 else scores.float()
+        weight, chosen = wide[:, :-1].softmax(-1).topk(self.top_k, dim=-1)
+        weight = (weight / weight.sum(-1, keepdim=True)).to(x.dtype)
+        shared = self.shared_down(norm_rope.swiglu(self.shared_gate_up(x)))
+        out = norm_rope.sigmoid_gate(shared, scores[:, -1:])
+        for expert in sorted(set(chosen.flatten().tolist())):
+            token, place = torch.where(chosen == expert)
+            y = linear(norm_rope.swiglu(linear(x[token], self.gate_up[expert])), self.down[expert])
+            out.index_add_(0, token, y * weight[token, place, None])
+        return out
+
+
+def _split(params: Parameters, name: str, experts: int) -> list[Prepared]:
+    """One prepared matrix per expert, from the rows of all."""
+    weight = params.matrix(name)
+    rows = weight.shape[0] // experts
+    parts = (_rows(weight, expert * rows, (expert + 1) * rows) for expert in range(experts))
+    return [prepare(part, device=params.device, dtype=params.dtype) for part in parts]
+
+
+def _rows(weight: Weight, begin: int, end: int) -> Weight:
+    if isinstance(weight, Tensor):
+        return weight[begin:end]
+    planes = {
+        name: plane[begin:end]
+        for name in ("base", "scale", "high", "minimum")
+        if (plane := getattr(weight, name)) is not None
+    }
+    return PackedWeight(weight.format, (end - begin, weight.shape[1]), **planes)

@@ -1,0 +1,74 @@
+"""The Llama text model, built from the layers of `longlane.layers`."""
+
+from collections.abc import Mapping
+
+import torch
+
+from longlane.kernels.linear import Weight
+from longlane.layers.attention import Attention, Heads
+from longlane.layers.batch import CacheSpec
+from longlane.layers.block import Block
+from longlane.layers.linear import Embedding, output_head
+from longlane.layers.mlp import MLP
+from longlane.layers.norm import RMSNorm
+from longlane.layers.parameters import Parameters
+from longlane.layers.rope import Rope
+from longlane.models.decoder import Decoder
+from longlane.models.llama.config import LlamaConfig
+from longlane.models.weights import check_weights
+
+
+def build(config: LlamaConfig, weights: Mapping[str, Weight], *, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """The model on `device`, computing in `dtype`. Raises CheckpointError when weights and config disagree."""
+    head = {"text/output_head": (config.vocab_size, config.hidden_size)}
+    required = shapes(config) | ({} if config.tie_word_embeddings else head)
+    check_weights(weights, required, head, ignored=())
+    params = Parameters(weights, device, dtype, "text/")
+    embedding = Embedding(params, "token_embedding")
+    return Decoder(
+        spec=cache_spec(config),
+        embedding=embedding,
+        blocks=[_block(config, params.at(f"layers/{layer}"), layer) for layer in range(config.num_hidden_layers)],
+        final_norm=_norm(config, params, "final_norm"),
+        head=output_head(params, "output_head", embedding, "token_embedding"),
+        rope=Rope(config.head_dim, config.rope_theta, dtype, device),
+    )
+
+
+def cache_spec(config: LlamaConfig) -> CacheSpec:
+    return CacheSpec(
+        kv_layers=config.num_hidden_layers,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        hidden=config.hidden_size,
+    )
+
+
+def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor but the output head, which a tied model lacks."""
+    hidden, inter = config.hidden_size, config.intermediate_size
+    query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    layer = {
+        "input_norm": (hidden,),
+        "attention/query_key_value": (query + 2 * kv, hidden),
+        "attention/output": (hidden, query),
+        "post_attention_norm": (hidden,),
+        "mlp/gate_up": (2 * inter, hidden),
+        "mlp/down": (hidden, inter),
+    }
+    named = {f"text/layers/{i}/{name}": shape for i in range(config.num_hidden_layers) for name, shape in layer.items()}
+    return {"text/token_embedding": (config.vocab_size, hidden), **named, "text/final_norm": (hidden,)}
+
+
+def _norm(config: LlamaConfig, params: Parameters, name: str) -> RMSNorm:
+    return RMSNorm(params, name, config.rms_norm_eps, zero_centred=False)
+
+
+def _block(config: LlamaConfig, params: Parameters, index: int) -> Block:
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    return Block(
+        input_norm=_norm(config, params, "input_norm"),
+        mixer=Attention(params.at("attention"), heads, index),
+        post_attention_norm=_norm(config, params, "post_attention_norm"),
+        mlp=MLP(params.at("mlp")),
+    )

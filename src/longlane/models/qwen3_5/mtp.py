@@ -1,0 +1,97 @@
+"""The multi-token prediction head: one gated attention block that drafts from the model's own hidden states."""
+
+import torch
+from torch import Tensor
+
+from longlane.layers.attention import GatedAttention
+from longlane.layers.batch import Batch, Caches, Step
+from longlane.layers.block import Block
+from longlane.layers.linear import Embedding, Linear
+from longlane.layers.norm import RMSNorm
+from longlane.layers.parameters import Parameters
+from longlane.layers.rope import Rope
+from longlane.models.decoder import widen
+
+
+class MTPHead:
+    """The entry of slot s is made from embed(x_s) and the hidden of slot s - 1, and predicts x_{s+1}.
+
+    u = W concat(norm(embed(x_s)), norm(h_{s-1})), one block over a private KV layer, a final norm, and the model's own
+    output head or a reduced one whose rows stand for `draft_ids`. Slot 0 has no hidden before it and is masked.
+    Source: DeepSeek-V3 technical report, 2024, section 2.2; tensor layout of the released Qwen3.5 checkpoints.
+    """
+
+    def __init__(
+        self, params: Parameters, embedding: Embedding, block: Block, head: Linear, rope: Rope, eps: float
+    ) -> None:
+        self.embedding, self.block, self.head, self.rope = embedding, block, head, rope
+        self.input_projection = Linear.of(params, "input_projection")
+        self.embedding_norm = RMSNorm(params, "embedding_norm", eps, zero_centred=True)
+        self.hidden_norm = RMSNorm(params, "hidden_norm", eps, zero_centred=True)
+        self.final_norm = RMSNorm(params, "final_norm", eps, zero_centred=True)
+        self.draft_head: Linear | None = None
+        self.draft_ids: Tensor | None = None
+
+    def use_draft_head(self, head: Linear, ids: Tensor) -> None:
+        """Offer a reduced head: row i of its logits stands for token ids[i]."""
+        self.draft_head, self.draft_ids = head, ids
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, hidden_prev: Tensor, caches: Caches) -> Tensor:
+        """Hidden [N, H] of the batch's slots, which `logits` reads and the next draft takes as its `hidden_prev`.
+
+        batch: `token_ids` are x_s and `context` the slots before them; its kind does not matter. hidden_prev [N, H]:
+        the final hidden of slot s - 1, from the model or, while drafting, from this head.
+        """
+        step, u = self._enter(batch, hidden_prev)
+        x, delta = self.block(u, None, step, caches)
+        return self.final_norm.add(x, delta)[1]
+
+    @torch.inference_mode()
+    def fill(self, batch: Batch, hidden_prev: Tensor, caches: Caches) -> None:
+        """Only write the keys and values of the batch's slots: all that a prefill owes the head."""
+        step, u = self._enter(batch, hidden_prev)
+        mixer = self.block.mixer
+        assert isinstance(mixer, GatedAttention)
+        mixer.append(self.block.input_norm(u), step, caches)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, *, reduced: bool = False) -> Tensor:
+        """[n, vocab], or [n, rows of the reduced head] in the order of `draft_ids`."""
+        if not reduced:
+            return widen(self.head(hidden))
+        assert self.draft_head is not None, "the model has no reduced head"
+        return widen(self.draft_head(hidden))
+
+    def _enter(self, batch: Batch, hidden_prev: Tensor) -> tuple[Step, Tensor]:
+        cos, sin = self.rope(batch.positions)
+        embedded = self.embedding_norm(self.embedding(batch.token_ids))
+        u = self.input_projection(torch.cat((embedded, self.hidden_norm(hidden_prev)), dim=1))
+        return Step(batch.ragged(), cos, sin), u
+
+
+@torch.inference_mode()
+def previous_hidden(batch: Batch, hidden: Tensor, caches: Caches) -> Tensor:
+    """From the hidden [N, H] of a model step, the one before each of its tokens: the carry for a row's first token.
+    A row that begins has none; it gets zeros, and its slot 0 is masked."""
+    assert caches.carry is not None
+    shifted = hidden.roll(1, 0)
+    starts = list(batch.query_start[:-1])
+    first = caches.carry.index_select(0, batch.slots)
+    for row, context in enumerate(batch.context):
+        if context == 0:
+            first[row] = 0
+    shifted[starts] = first
+    return shifted
+
+
+@torch.inference_mode()
+def carry_hidden(batch: Batch, hidden: Tensor, caches: Caches, accepted: Tensor | None = None) -> None:
+    """Keep, for the next step, the hidden of each row's last committed token: the last of the row, or that of column
+    accepted - 1 (accepted [R] int64, at least 1) of a verify step."""
+    assert caches.carry is not None
+    if accepted is None:
+        last = torch.tensor([end - 1 for end in batch.query_start[1:]], device=hidden.device)
+    else:
+        last = torch.tensor(batch.query_start[:-1], device=hidden.device) + accepted - 1
+    caches.carry.index_copy_(0, batch.slots, hidden.index_select(0, last))

@@ -1,0 +1,117 @@
+"""The Qwen3.5 text model, dense or MoE, built from the layers of `longlane.layers`."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from longlane.kernels.linear import Weight
+from longlane.layers.attention import GatedAttention, Heads
+from longlane.layers.batch import CacheSpec
+from longlane.layers.block import Block, Mixer
+from longlane.layers.gated_delta_net import GatedDeltaNet
+from longlane.layers.linear import Embedding, Linear, output_head
+from longlane.layers.mlp import MLP
+from longlane.layers.moe import MoE
+from longlane.layers.norm import RMSNorm
+from longlane.layers.parameters import Parameters
+from longlane.layers.rope import Rope
+from longlane.models.decoder import Decoder
+from longlane.models.qwen3_5 import weights as names
+from longlane.models.qwen3_5.config import Qwen35Config
+from longlane.models.qwen3_5.mtp import MTPHead
+from longlane.models.weights import check_weights
+
+
+def build(config: Qwen35Config, weights: Mapping[str, Weight], *, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """The model on `device`, computing in `dtype`, with its MTP head where the weights hold one.
+
+    Raises CheckpointError when weights and config disagree.
+    """
+    _check(config, weights)
+    params = Parameters(weights, device, dtype, "text/")
+    embedding = Embedding(params, "token_embedding")
+    head = output_head(params, "output_head", embedding, "token_embedding")
+    rope_parameters = config.rope_parameters
+    rope = Rope(config.rotary_dim, rope_parameters.rope_theta, dtype, device, rope_parameters.mrope_section)
+    seen = {"full_attention": 0, "linear_attention": 0}
+    blocks = []
+    for layer, kind in enumerate(config.layer_types):
+        mixer = _attention if kind == "full_attention" else _gated_delta_net
+        blocks.append(_block(config, params.at(f"layers/{layer}"), partial(mixer, config, index=seen[kind])))
+        seen[kind] += 1
+    return Decoder(
+        spec=cache_spec(config, mtp=_has_mtp(weights)),
+        embedding=embedding,
+        blocks=blocks,
+        final_norm=RMSNorm(params, "final_norm", config.rms_norm_eps, zero_centred=True),
+        head=head,
+        rope=rope,
+        mtp=_mtp(config, params, embedding, head, rope) if _has_mtp(weights) else None,
+    )
+
+
+def cache_spec(config: Qwen35Config, *, mtp: bool) -> CacheSpec:
+    return CacheSpec(
+        kv_layers=config.attention_layers,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        mtp_layers=int(mtp),
+        gdn_layers=len(config.layer_types) - config.attention_layers,
+        gdn_value_heads=config.linear_num_value_heads,
+        gdn_value_dim=config.linear_value_head_dim,
+        gdn_key_dim=config.linear_key_head_dim,
+        conv_channels=config.channels,
+        conv_history=config.linear_conv_kernel_dim - 1,
+        hidden=config.hidden_size,
+    )
+
+
+def _has_mtp(weights: Mapping[str, Weight]) -> bool:
+    return any(name.startswith("mtp/") for name in weights)
+
+
+def _check(config: Qwen35Config, weights: Mapping[str, Weight]) -> None:
+    required = names.required(config)
+    if _has_mtp(weights):
+        required |= names.mtp(config)
+    optional: names.Shapes = {"text/output_head": (config.vocab_size, config.hidden_size)}
+    if "text/draft_head" in weights:
+        required |= names.draft_head(config, weights["text/draft_head"].shape[0])
+    check_weights(weights, required, optional, names.OTHERS)
+
+
+def _norm(config: Qwen35Config, params: Parameters, name: str) -> RMSNorm:
+    return RMSNorm(params, name, config.rms_norm_eps, zero_centred=True)
+
+
+def _attention(config: Qwen35Config, params: Parameters, index: int, first_slot: int = 0) -> GatedAttention:
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    return GatedAttention(params.at("attention"), heads, index, config.rms_norm_eps, first_slot)
+
+
+def _gated_delta_net(config: Qwen35Config, params: Parameters, index: int) -> GatedDeltaNet:
+    return GatedDeltaNet(params.at("gdn"), index, 2 * config.key_width, config.rms_norm_eps)
+
+
+def _feed_forward(config: Qwen35Config, params: Parameters) -> Callable[[Tensor], Tensor]:
+    return MoE(params.at("mlp"), config.num_experts_per_tok) if config.num_experts else MLP(params.at("mlp"))
+
+
+def _block(config: Qwen35Config, params: Parameters, mixer: Callable[[Parameters], Mixer]) -> Block:
+    return Block(
+        input_norm=_norm(config, params, "input_norm"),
+        mixer=mixer(params),
+        post_attention_norm=_norm(config, params, "post_attention_norm"),
+        mlp=_feed_forward(config, params),
+    )
+
+
+def _mtp(config: Qwen35Config, text: Parameters, embedding: Embedding, head: Linear, rope: Rope) -> MTPHead:
+    params = Parameters(text.weights, text.device, text.dtype, "mtp/")
+    mixer = partial(_attention, config, index=config.attention_layers, first_slot=1)
+    mtp = MTPHead(params, embedding, _block(config, params.at("layer"), mixer), head, rope, config.rms_norm_eps)
+    if text.has("draft_head"):
+        mtp.use_draft_head(Linear.of(text, "draft_head"), text.vector("draft_head_token_ids", torch.int64))
+    return mtp

@@ -1,0 +1,83 @@
+"""From a path, or a config and weights, to a model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longlane.artifact.checkpoint import load_weights
+from longlane.artifact.text_config import ARCHITECTURES
+from longlane.config import WeightsMode
+from longlane.errors import CheckpointError
+from longlane.kernels.linear import Weight
+from longlane.models.decoder import Decoder
+from longlane.models.llama import config as llama_config
+from longlane.models.llama import text as llama_text
+from longlane.models.qwen3_5 import config as qwen35_config
+from longlane.models.qwen3_5 import text as qwen35_text
+from longlane.types import CacheSpec, ModelInfo
+
+LLAMA = "LlamaForCausalLM"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run. `config` is the text configuration it was built from, Hugging Face style."""
+
+    model: Decoder
+    info: ModelInfo
+    config: dict[str, Any]
+
+    @property
+    def spec(self) -> CacheSpec:
+        return self.model.spec
+
+
+def load_model(
+    path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, weights: WeightsMode = "auto"
+) -> LoadedModel:
+    """Load an artifact, a Hugging Face directory or a GGUF file.
+
+    Raises:
+        ArtifactError, CheckpointError: when it cannot be read, or does not hold the model its config describes.
+    """
+    config, tensors = load_weights(path, weights, device)
+    model = build(config, tensors, device=device, dtype=dtype, source=path)
+    info = ModelInfo(
+        name=path.stem if path.is_file() else path.name,
+        family="llama" if family(config, path) == LLAMA else "qwen3_5",
+        parameters=sum(prod(weight.shape) for weight in tensors.values()),
+        vocab_size=config["vocab_size"],
+        max_context=config["max_position_embeddings"],
+        weights_bytes=sum(weight.nbytes for weight in tensors.values()),
+    )
+    return LoadedModel(model, info, config)
+
+
+def build(
+    config: Mapping[str, Any],
+    weights: Mapping[str, Weight],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    source: Path = Path(),
+) -> Decoder:
+    """The model that `config` describes, from weights under artifact names. Raises CheckpointError."""
+    device = torch.device(device)
+    if family(config, source) == LLAMA:
+        return llama_text.build(llama_config.parse(config), weights, device=device, dtype=dtype)
+    return qwen35_text.build(qwen35_config.parse(config, source), weights, device=device, dtype=dtype)
+
+
+def family(config: Mapping[str, Any], source: Path = Path()) -> str:
+    """The architecture in the spelling of the text-only model. Raises CheckpointError for any other."""
+    spelling = (config.get("architectures") or [None])[0]
+    if spelling == LLAMA or (spelling is None and config.get("model_type") == "llama"):
+        return LLAMA
+    if found := ARCHITECTURES.get(str(spelling)):
+        return found
+    known = ", ".join([LLAMA, *sorted(ARCHITECTURES)])
+    raise CheckpointError(f"{source}: architecture {spelling!r} is not supported; this build runs {known}")
