@@ -1,0 +1,314 @@
+"""The prefix cache: a content-addressed tree of 64-token pages with checkpoints of the recurrent state.
+
+A node is one full page, found by its exact token ids under its parent, so what conversations have in common is stored
+once. A hit is min(KV, state): the recurrent state cannot be rewound, so a prefix is usable up to a checkpoint. A
+checkpoint may lie inside a page; its tail shares the page of the request that wrote it, which only ever appends, and
+whoever continues from it copies that page first. A model without recurrent state can stop at any full page.
+
+The tree owns one reference of each of its pages and the slot of each checkpoint. It moves no bytes.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from longlane.memory.pages import PagePool
+from longlane.memory.plan import PAGE
+from longlane.memory.states import SlotPool
+
+WORD = array("i").itemsize
+GHOSTS = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A full page. `depth` counts pages from the root, this one included; the root is depth 0 and holds no page.
+
+    `digest` names the tokens from the first on, for logs, events and the disk; only the tokens themselves decide.
+    """
+
+    parent: "Node | None"
+    tokens: bytes
+    digest: bytes
+    depth: int
+    page: int
+    children: dict[bytes, "Node"] = field(default_factory=dict)
+    checkpoints: list["Checkpoint"] = field(default_factory=list)
+    priority: float = 0.0
+
+    @property
+    def end(self) -> int:
+        return self.depth * PAGE
+
+    def path(self) -> list["Node"]:
+        """From the first page to this one, the root left out."""
+        nodes = []
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """The full model state after `position` tokens: those of `node`'s path and then `tail`, fewer than a page."""
+
+    node: Node
+    tail: bytes
+    tail_page: int
+    slot: int
+    priority: float = 0.0
+
+    @property
+    def position(self) -> int:
+        return self.node.end + len(self.tail) // WORD
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest usable prefix of a prompt, and why it is no longer.
+
+    node: the last full page to share. checkpoint: where the state comes from, None at the root or without recurrence.
+    common: tokens that stand in the tree, usable or not. miss: "", "differs at N", "no checkpoint after N" or
+    "evicted after N".
+    """
+
+    node: Node
+    checkpoint: Checkpoint | None
+    length: int
+    common: int
+    miss: str
+
+
+class PrefixTree:
+    """Pages and checkpoints that outlive their requests.
+
+    `stateful` models need checkpoints. `rebuild` is the cost of computing the tokens between two positions, in any
+    unit; `page_cost` and `slot_cost` are bytes. Values are GreedyDual-Size (Cao & Irani, 1997): cost per byte freed,
+    on a clock that rises with each eviction, so that what is not used ages without ever being touched.
+    """
+
+    def __init__(
+        self,
+        pages: PagePool,
+        slots: SlotPool,
+        *,
+        stateful: bool,
+        page_bytes: int,
+        slot_bytes: int,
+        rebuild: Callable[[int, int], float] = lambda start, end: float(end - start),
+    ) -> None:
+        self._pages = pages
+        self._slots = slots
+        self._stateful = stateful
+        self._page_bytes = page_bytes
+        self._slot_bytes = slot_bytes
+        self._rebuild = rebuild
+        self._clock = 0.0
+        # Insertion-ordered, oldest first; only for saying "evicted" instead of "differs".
+        self._ghosts: dict[bytes, None] = {}
+        self.root = Node(None, b"", b"", 0, 0)
+
+    def match(self, token_ids: Sequence[int]) -> Match:
+        """The longest usable prefix, at most all tokens but the last, whose logits somebody must compute."""
+        words = array("i", token_ids).tobytes()
+        limit = len(token_ids) - 1
+        node, best, best_at = self.root, None, 0
+        path_end = self.root
+        while True:
+            for checkpoint in node.checkpoints:
+                if best_at < checkpoint.position <= limit and words.startswith(checkpoint.tail, node.end * WORD):
+                    best, best_at, path_end = checkpoint, checkpoint.position, node
+            child = node.children.get(words[node.end * WORD : (node.end + PAGE) * WORD])
+            if child is None or child.end > limit:
+                break
+            node = child
+        if not self._stateful:
+            best, best_at, path_end = None, node.end, node
+        common = self._common(node, words)
+        return Match(path_end, best, best_at, common, self._miss(node, words, best_at, common, limit))
+
+    def _common(self, node: Node, words: bytes) -> int:
+        """Tokens of the prompt that stand in the tree, counted into the page where it leaves it."""
+        rest = words[node.end * WORD :]
+        runs = [_common_tokens(key, rest) for key in node.children]
+        runs += [_common_tokens(checkpoint.tail, rest) for checkpoint in node.checkpoints]
+        return node.end + max(runs, default=0)
+
+    def _miss(self, node: Node, words: bytes, used: int, common: int, limit: int) -> str:
+        if used >= limit or (not self._stateful and common >= limit):
+            return ""
+        if chain(node.digest, words[node.end * WORD : (node.end + PAGE) * WORD]) in self._ghosts:
+            return f"evicted after {node.end}"
+        if common > used and common >= limit:
+            return f"no checkpoint after {used}"
+        return f"differs at {common}" if common else "no common prefix"
+
+    def use(self, match: Match) -> None:
+        """Raise the value of what a request is about to use to that of a fresh entry."""
+        for node in match.node.path():
+            node.priority = self._clock + self._page_value(node)
+        if match.checkpoint is not None:
+            match.checkpoint.priority = self._clock + self._checkpoint_value(match.checkpoint)
+
+    def store(self, node: Node, tokens: Sequence[int], page: int) -> Node:
+        """The node of a full page under `node`; a page that is new to the tree is shared with its writer.
+
+        Where the node stood already, its writer should hold `Node.page` instead of its own: what is common is stored
+        once, and a node whose page is held is never evicted.
+        """
+        assert len(tokens) == PAGE
+        key = array("i", tokens).tobytes()
+        child = node.children.get(key)
+        if child is None:
+            self._pages.share([page])
+            child = node.children[key] = Node(node, key, chain(node.digest, key), node.depth + 1, page)
+            self._ghosts.pop(child.digest, None)
+        child.priority = self._clock + self._page_value(child)
+        return child
+
+    def find(self, node: Node, tail: Sequence[int]) -> Checkpoint | None:
+        """The checkpoint after exactly these tokens, if there is one."""
+        key = array("i", tail).tobytes()
+        return next((found for found in node.checkpoints if found.tail == key), None)
+
+    def keep(self, node: Node, tail: Sequence[int], tail_page: int, slot: int) -> Checkpoint:
+        """A new checkpoint after `node` and `tail`. The tree takes over `slot` and shares `tail_page`."""
+        assert self.find(node, tail) is None
+        assert bool(tail) == bool(tail_page)
+        if tail:
+            self._pages.share([tail_page])
+        checkpoint = Checkpoint(node, array("i", tail).tobytes(), tail_page, slot)
+        node.checkpoints.append(checkpoint)
+        checkpoint.priority = self._clock + self._checkpoint_value(checkpoint)
+        return checkpoint
+
+    def free_pages(self, count: int) -> bool:
+        """Evict until `count` pages are free; False when nothing more can go."""
+        while self._pages.free < count:
+            victims: list[Node | Checkpoint] = [
+                *self._loose_nodes(),
+                *(c for c in self.checkpoints() if self._frees_pages(c)),
+            ]
+            if not victims:
+                return False
+            self._evict(min(victims, key=lambda victim: victim.priority))
+        return True
+
+    def free_slot(self, keep: Checkpoint | None = None) -> bool:
+        """Evict until a state slot is free, sparing `keep`; False when the tree holds none."""
+        while not self._slots.free:
+            victims = [checkpoint for checkpoint in self.checkpoints() if checkpoint is not keep]
+            if not victims:
+                return False
+            self._evict(min(victims, key=lambda victim: victim.priority))
+        return True
+
+    def clear(self) -> None:
+        """Give everything back."""
+        for checkpoint in list(self.checkpoints()):
+            self._drop(checkpoint)
+        for node in sorted(self.nodes(), key=lambda node: -node.depth):
+            self._remove(node)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every page of the tree, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def checkpoints(self) -> Iterator[Checkpoint]:
+        yield from self.root.checkpoints
+        for node in self.nodes():
+            yield from node.checkpoints
+
+    def held_pages(self) -> list[int]:
+        """A page for each reference that the tree has."""
+        tails = (checkpoint.tail_page for checkpoint in self.checkpoints())
+        return [node.page for node in self.nodes()] + [page for page in tails if page]
+
+    def held_slots(self) -> list[int]:
+        return [checkpoint.slot for checkpoint in self.checkpoints()]
+
+    def _loose_nodes(self) -> list[Node]:
+        """Leaves that no checkpoint stands on and no request uses."""
+        return [
+            node
+            for node in self.nodes()
+            if not node.children and not node.checkpoints and self._pages.references(node.page) == 1
+        ]
+
+    def _frees_pages(self, checkpoint: Checkpoint) -> bool:
+        """Whether dropping this checkpoint frees a page, of its tail or under it."""
+        if checkpoint.tail_page and self._pages.references(checkpoint.tail_page) == 1:
+            return True
+        node = checkpoint.node
+        alone = len(node.checkpoints) == 1 and not node.children and node.parent is not None
+        return alone and self._pages.references(node.page) == 1
+
+    def _evict(self, victim: Node | Checkpoint) -> None:
+        self._clock = max(self._clock, victim.priority)
+        if isinstance(victim, Node):
+            self._remove(victim)
+            return
+        self._drop(victim)
+        # What only this checkpoint made usable is stranded without it, up to the next one or to a branch.
+        node = victim.node
+        while self._stateful and node.parent is not None and not node.children and not node.checkpoints:
+            if self._pages.references(node.page) > 1:
+                break
+            parent = node.parent
+            self._remove(node)
+            node = parent
+
+    def _drop(self, checkpoint: Checkpoint) -> None:
+        checkpoint.node.checkpoints.remove(checkpoint)
+        if checkpoint.tail_page:
+            self._pages.give([checkpoint.tail_page])
+        self._slots.give(checkpoint.slot)
+
+    def _remove(self, node: Node) -> None:
+        assert node.parent is not None
+        assert not node.children
+        assert not node.checkpoints
+        del node.parent.children[node.tokens]
+        self._ghosts[node.digest] = None
+        if len(self._ghosts) > GHOSTS:
+            del self._ghosts[next(iter(self._ghosts))]
+        self._pages.give([node.page])
+
+    def _page_value(self, node: Node) -> float:
+        return self._rebuild(node.end - PAGE, node.end) / self._page_bytes
+
+    def _checkpoint_value(self, checkpoint: Checkpoint) -> float:
+        """Cost of recomputing from the checkpoint before it, by the bytes of its state and of the pages between."""
+        before = self._previous(checkpoint)
+        pages = -(-checkpoint.position // PAGE) - -(-before // PAGE)
+        size = self._slot_bytes + pages * self._page_bytes
+        return self._rebuild(before, checkpoint.position) / size
+
+    def _previous(self, checkpoint: Checkpoint) -> int:
+        node: Node | None = checkpoint.node
+        while node is not None:
+            ends = [other.position for other in node.checkpoints if other.position < checkpoint.position]
+            if ends:
+                return max(ends)
+            node = node.parent
+        return 0
+
+
+def chain(parent: bytes, tokens: bytes) -> bytes:
+    """The digest of a page under a parent's, 16 bytes."""
+    return blake2b(parent + tokens, digest_size=16).digest()
+
+
+def _common_tokens(a: bytes, b: bytes) -> int:
+    """Length of the common prefix in tokens."""
+    size = min(len(a), len(b))
+    if a[:size] == b[:size]:
+        return size // WORD
+    return next(i for i in range(size) if a[i] != b[i]) // WORD
