@@ -45,8 +45,7 @@ class GatedAttention:
 
     def __init__(self, params: Parameters, heads: Heads, index: int, eps: float, first_slot: int = 0) -> None:
         self.heads, self.index, self.eps, self.first_slot = heads, index, eps, first_slot
-        fused = "query_key_gate_value"
-        self.input = Linear.of(params, *([fused] if params.has(fused) else ["query_key", "gate_value"]))
+        self.input = Linear.of(params, *params.fused("query_key_gate_value", "query_key", "gate_value"))
         self.query_norm = params.vector("query_norm") + 1
         self.key_norm = params.vector("key_norm") + 1
         self.output = Linear.of(params, "output")

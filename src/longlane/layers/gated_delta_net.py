@@ -18,7 +18,8 @@ class GatedDeltaNet:
 
     def __init__(self, params: Parameters, index: int, key_channels: int, eps: float) -> None:
         self.index, self.eps = index, eps
-        self.input = Linear.of(params, "query_key", "value_z", "a_projection", "b_projection")
+        mixed = params.fused("query_key_value_z", "query_key", "value_z")
+        self.input = Linear.of(params, *mixed, *params.fused("a_b_projection", "a_projection", "b_projection"))
         self.convolution = params.vector("convolution")
         self.a_log = params.vector("a_log")
         self.dt_bias = params.vector("dt_bias")

@@ -13,18 +13,18 @@ class MoE:
     """The `top_k` experts with the largest softmax probability, weighted by it renormalised, plus a shared expert
     weighted by a sigmoid of its own gate.
 
-    router [E + 1, H] holds the router's rows and then the shared gate's. Rows of experts/gate_up are
-    expert, then gate | up; of experts/down expert, then H. Source: transformers `qwen3_5_moe`.
+    router_shared_gate [E + 1, H] holds the router's rows and then the shared gate's. Rows of routed_gate_up are
+    expert, then gate | up; of routed_down expert, then H. Source: transformers `qwen3_5_moe`.
     """
 
     def __init__(self, params: Parameters, top_k: int) -> None:
         self.top_k = top_k
-        self.router = Linear.of(params, "router")
+        self.router = Linear.of(params, "router_shared_gate")
         self.experts = self.router.parts[0].shape[0] - 1
-        self.gate_up = _split(params, "experts/gate_up", self.experts)
-        self.down = _split(params, "experts/down", self.experts)
-        self.shared_gate_up = Linear.of(params, "shared/gate_up")
-        self.shared_down = Linear.of(params, "shared/down")
+        self.gate_up = _split(params, "routed_gate_up", self.experts)
+        self.down = _split(params, "routed_down", self.experts)
+        self.shared_gate_up = Linear.of(params, "shared_gate_up")
+        self.shared_down = Linear.of(params, "shared_down")
 
     def __call__(self, x: Tensor) -> Tensor:
         scores = self.router(x)

@@ -25,6 +25,10 @@ class Parameters:
     def has(self, name: str) -> bool:
         return self.prefix + name in self.weights
 
+    def fused(self, whole: str, *parts: str) -> tuple[str, ...]:
+        """Artifacts store some matrices fused or in parts, by the formats they need: the names there are."""
+        return (whole,) if self.has(whole) else parts
+
     def matrix(self, name: str) -> Weight:
         return self.weights[self.prefix + name]
 

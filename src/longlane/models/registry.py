@@ -72,6 +72,13 @@ def build(
     return qwen35_text.build(qwen35_config.parse(config, source), weights, device=device, dtype=dtype)
 
 
+def cache_spec(config: Mapping[str, Any], *, mtp: bool, source: Path = Path()) -> CacheSpec:
+    """What a model of this configuration keeps per token and per lane, without building it. Raises CheckpointError."""
+    if family(config, source) == LLAMA:
+        return llama_text.cache_spec(llama_config.parse(config))
+    return qwen35_text.cache_spec(qwen35_config.parse(config, source), mtp=mtp)
+
+
 def family(config: Mapping[str, Any], source: Path = Path()) -> str:
     """The architecture in the spelling of the text-only model. Raises CheckpointError for any other."""
     spelling = (config.get("architectures") or [None])[0]

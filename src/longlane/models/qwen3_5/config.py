@@ -42,6 +42,11 @@ class Qwen35Config(msgspec.Struct, frozen=True, kw_only=True):
     shared_expert_intermediate_size: int = 0
     mtp_num_hidden_layers: int = 0
 
+    def fields(self) -> dict[str, Any]:
+        """As `config.json` has them, where only sparse models know of experts."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields if self.num_experts else {k: v for k, v in fields.items() if k != "num_experts"}
+
     @property
     def key_width(self) -> int:
         """Channels of q, and of k, in a Gated DeltaNet layer."""

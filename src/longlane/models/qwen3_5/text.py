@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from longlane.artifact.inventory import inventory
 from longlane.kernels.linear import Weight
 from longlane.layers.attention import GatedAttention, Heads
 from longlane.layers.batch import CacheSpec
@@ -18,10 +19,12 @@ from longlane.layers.norm import RMSNorm
 from longlane.layers.parameters import Parameters
 from longlane.layers.rope import Rope
 from longlane.models.decoder import Decoder
-from longlane.models.qwen3_5 import weights as names
 from longlane.models.qwen3_5.config import Qwen35Config
 from longlane.models.qwen3_5.mtp import MTPHead
 from longlane.models.weights import check_weights
+
+# Components with a model of their own.
+_OTHERS = ("vision/", "dflash/", "dflash2/")
 
 
 def build(config: Qwen35Config, weights: Mapping[str, Weight], *, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -73,13 +76,12 @@ def _has_mtp(weights: Mapping[str, Weight]) -> bool:
 
 
 def _check(config: Qwen35Config, weights: Mapping[str, Weight]) -> None:
-    required = names.required(config)
-    if _has_mtp(weights):
-        required |= names.mtp(config)
-    optional: names.Shapes = {"text/output_head": (config.vocab_size, config.hidden_size)}
+    items = inventory(config.fields(), ("text", "mtp") if _has_mtp(weights) else ("text",))
+    required = {item.name: item.shape for item in items}
     if "text/draft_head" in weights:
-        required |= names.draft_head(config, weights["text/draft_head"].shape[0])
-    check_weights(weights, required, optional, names.OTHERS)
+        rows = weights["text/draft_head"].shape[0]
+        required |= {"text/draft_head": (rows, config.hidden_size), "text/draft_head_token_ids": (rows,)}
+    check_weights(weights, required, {"text/output_head": (config.vocab_size, config.hidden_size)}, _OTHERS)
 
 
 def _norm(config: Qwen35Config, params: Parameters, name: str) -> RMSNorm:
@@ -96,7 +98,7 @@ def _gated_delta_net(config: Qwen35Config, params: Parameters, index: int) -> Ga
 
 
 def _feed_forward(config: Qwen35Config, params: Parameters) -> Callable[[Tensor], Tensor]:
-    return MoE(params.at("mlp"), config.num_experts_per_tok) if config.num_experts else MLP(params.at("mlp"))
+    return MoE(params.at("moe"), config.num_experts_per_tok) if config.num_experts else MLP(params.at("mlp"))
 
 
 def _block(config: Qwen35Config, params: Parameters, mixer: Callable[[Parameters], Mixer]) -> Block:
