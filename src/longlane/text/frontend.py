@@ -29,7 +29,6 @@ class Frontend:
     ) -> "Frontend":
         """From the resources of a model (`get(role)`) and its config; `template` replaces the model's own.
 
-        The order for the template is: `template`, the chat_template resource, tokenizer_config's `chat_template`.
         Raises `CheckpointError` when the tokenizer is missing or a resource cannot be read.
         """
         definition = get("tokenizer")
@@ -38,7 +37,7 @@ class Frontend:
         tokenizer_config = _json(get("tokenizer_config"), "tokenizer_config.json")
         generation = _json(get("generation_config"), "generation_config.json")
         tokenizer = Tokenizer(definition, tokenizer_config)
-        source = template or _template_source(get("chat_template"), tokenizer_config)
+        source = template or _decoded(get("chat_template"))
         return cls(
             tokenizer=tokenizer,
             shield=Shield(tokenizer.control_tokens),
@@ -81,19 +80,11 @@ def _json(data: bytes | None, name: str) -> dict[str, Any]:
     return value
 
 
-def _template_source(resource: bytes | None, tokenizer_config: Mapping[str, Any]) -> str | None:
+def _decoded(template: bytes | None) -> str | None:
     try:
-        if resource is not None:
-            return resource.decode()
-        source = tokenizer_config.get("chat_template")
-        if isinstance(source, list):
-            named = {entry["name"]: entry["template"] for entry in source}
-            source = named.get("default") or next(iter(named.values()), None)
-    except (UnicodeDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"chat template: cannot be read ({type(error).__name__}: {error})") from None
-    if source is not None and not isinstance(source, str):
-        raise CheckpointError("tokenizer_config.json: chat_template must be text or a list of named templates")
-    return source
+        return None if template is None else template.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"chat template: not UTF-8 ({error})") from None
 
 
 def _stop_ids(tokenizer: Tokenizer, generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -1,0 +1,122 @@
+"""`POST /v1/chat/completions`."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from longlane.api.errors import json_response
+from longlane.api.generation import Delta, Ended, Event, Job, Opened, Shown
+from longlane.api.history import conversation
+from longlane.api.http import read_body, until_disconnect
+from longlane.api.prepare import log_details, make_job, new_id
+from longlane.api.record import Record
+from longlane.api.reply import JSON, Reply, token_text
+from longlane.api.schemas import ChatRequest, parse
+from longlane.api.sse import EventStream
+from longlane.api.state import ServerState
+from longlane.errors import RequestError
+from longlane.text.tokenizer import Tokenizer
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+class ChatForm:
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer, logprobs: bool) -> None:
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+
+    def chunk(self, event: Event) -> JSON | None:
+        match event:
+            case Opened():
+                return self._choice(event.index, {"delta": {"role": "assistant", "content": ""}})
+            case Delta():
+                delta = {"delta": {"content": event.text}}
+                return self._choice(event.index, delta, tokens=event.tokens)
+            case Ended():
+                return self._choice(event.index, {"delta": {}}, event.reason)
+
+    def choice(self, index: int, text: str, tokens: Sequence[Shown], ended: Ended) -> JSON:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return self._choice(index, {"message": message}, ended.reason, tokens)
+
+    def _choice(self, index: int, what: JSON, reason: str | None = None, tokens: Sequence[Shown] = ()) -> JSON:
+        logprobs = {"content": [self._entry(token) for token in tokens], "refusal": None} if self._logprobs else None
+        return {"index": index, **what, "logprobs": logprobs, "finish_reason": reason}
+
+    def _entry(self, shown: Shown) -> JSON:
+        top = [self._token(token_id, logprob) for token_id, logprob in shown.logprobs.top]
+        return self._token(shown.token_id, shown.logprobs.chosen) | {"top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> JSON:
+        raw = self._tokenizer.token_bytes(token_id)
+        return {"token": token_text(self._tokenizer, token_id), "logprob": logprob, "bytes": list(raw)}
+
+
+async def chat_completions(http: HttpRequest) -> Response:
+    server: ServerState = http.app.state.server
+    record = Record(server.request_log, http.state.request_id, "openai_chat")
+    with record.preparing():
+        server.require_serving()
+        body = await read_body(http, server.config.max_request_mib << 20)
+        request, job, details = await until_disconnect(http.receive, asyncio.to_thread(prepare, server, body))
+        record.start(job, details)
+    form = ChatForm(server.frontend.tokenizer, bool(request.logprobs))
+    reply = Reply(server, record, job, form, new_id("chatcmpl"))
+    if not request.stream:
+        return json_response(await until_disconnect(http.receive, reply.whole()))
+    stream = EventStream(reply.chunks(request.include_usage))
+    await stream.prime(http.receive)
+    return stream
+
+
+def prepare(server: ServerState, body: bytes) -> tuple[ChatRequest, Job, dict[str, Any]]:
+    """Everything between the body and the engine, in a thread: none of it needs the event loop."""
+    request = parse(body, ChatRequest)
+    server.require_model(request.model)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise RequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
+    turns, prefill = conversation(request.messages, server.frontend)
+    options = thinking_options(request, server.config.no_thinking)
+    if prefill:
+        # An answer that has begun has left its thoughts behind.
+        options["enable_thinking"] = False
+    server.require_room(sum(len(turn["content"].encode()) for turn in turns), "messages")
+    prompt = server.frontend.encode_chat(turns, prefill=prefill, options=options)
+    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    job = make_job(server, request, [prompt], limit, top_logprobs)
+    shown = {name: options.get(name) for name in ("enable_thinking", "reasoning_effort", "preserve_thinking")}
+    return request, job, {**log_details(request, job), "message_count": len(request.messages), **shown}
+
+
+def thinking_options(request: ChatRequest, no_thinking: bool) -> dict[str, Any]:
+    """Options for the template: `chat_template_kwargs`, the fields that stand for one of them, the server's default.
+
+    `reasoning_effort` none means no thinking, any other value thinking. Two that disagree are refused.
+    """
+    options = dict(request.chat_template_kwargs or {})
+    effort = request.reasoning_effort
+    if effort is not None and effort not in EFFORTS:
+        message = f"reasoning_effort: {effort!r} is none of {', '.join(EFFORTS)}"
+        raise RequestError(message, code="reasoning_effort_not_supported", param="reasoning_effort")
+    wanted: dict[str, list[Any]] = {
+        "enable_thinking": [request.enable_thinking, None if effort is None else effort != "none"],
+        "preserve_thinking": [request.preserve_thinking],
+        "reasoning_effort": [None if effort == "none" else effort],
+    }
+    for name, given in wanted.items():
+        values = [value for value in [options.get(name), *given] if value is not None]
+        if any(value != values[0] for value in values):
+            message = f"{name}: given twice with different values"
+            raise RequestError(message, code="conflicting_template_option", param=name)
+        if values:
+            options[name] = values[0]
+    if no_thinking:
+        options.setdefault("enable_thinking", False)
+    return options

@@ -1,0 +1,116 @@
+"""`POST /v1/completions`: raw prompts, as text or token ids. Only token ids can name control tokens, text is text."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from longlane.api.errors import json_response
+from longlane.api.generation import Delta, Ended, Event, Job, Opened, Shown
+from longlane.api.http import read_body, until_disconnect
+from longlane.api.prepare import log_details, make_job, new_id
+from longlane.api.record import Record
+from longlane.api.reply import JSON, Reply, token_text
+from longlane.api.schemas import CompletionRequest, parse
+from longlane.api.sse import EventStream
+from longlane.api.state import ServerState
+from longlane.errors import RequestError
+from longlane.text.tokenizer import Tokenizer
+
+
+class CompletionForm:
+    """`echoes` is what goes before the text of each choice: its prompt, where that was asked for."""
+
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, logprobs: bool, echoes: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._echoes = echoes
+
+    def chunk(self, event: Event) -> JSON | None:
+        match event:
+            case Opened():
+                echo = self._echoes[event.index]
+                return self._choice(event.index, echo) if echo else None
+            case Delta():
+                return self._choice(event.index, event.text, tokens=event.tokens)
+            case Ended():
+                return self._choice(event.index, "", event.reason)
+
+    def choice(self, index: int, text: str, tokens: Sequence[Shown], ended: Ended) -> JSON:
+        return self._choice(index, self._echoes[index] + text, ended.reason, tokens)
+
+    def _choice(self, index: int, text: str, reason: str | None = None, tokens: Sequence[Shown] = ()) -> JSON:
+        logprobs = self._entries(tokens, len(self._echoes[index])) if self._logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _entries(self, tokens: Sequence[Shown], start: int) -> JSON:
+        return {
+            "tokens": [token_text(self._tokenizer, shown.token_id) for shown in tokens],
+            "token_logprobs": [shown.logprobs.chosen for shown in tokens],
+            "top_logprobs": [
+                {token_text(self._tokenizer, token_id): logprob for token_id, logprob in shown.logprobs.top}
+                for shown in tokens
+            ],
+            "text_offset": [start + shown.offset for shown in tokens],
+        }
+
+
+async def completions(http: HttpRequest) -> Response:
+    server: ServerState = http.app.state.server
+    record = Record(server.request_log, http.state.request_id, "openai_completions")
+    with record.preparing():
+        server.require_serving()
+        body = await read_body(http, server.config.max_request_mib << 20)
+        request, job, echoes = await until_disconnect(http.receive, asyncio.to_thread(prepare, server, body))
+        record.start(job, log_details(request, job) | {"prompt_count": len(job.first_choices)})
+    form = CompletionForm(server.frontend.tokenizer, request.logprobs is not None, echoes)
+    reply = Reply(server, record, job, form, new_id("cmpl"))
+    if not request.stream:
+        return json_response(await until_disconnect(http.receive, reply.whole()))
+    stream = EventStream(reply.chunks(request.include_usage))
+    await stream.prime(http.receive)
+    return stream
+
+
+def prepare(server: ServerState, body: bytes) -> tuple[CompletionRequest, Job, list[str]]:
+    """The request, its job, and what each choice begins with."""
+    request = parse(body, CompletionRequest)
+    server.require_model(request.model)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise RequestError("best_of: must equal n; the server does not choose among answers", param="best_of")
+    if request.echo and request.logprobs is not None:
+        raise RequestError("logprobs: not available for an echoed prompt", param="logprobs")
+    prompts = [_token_ids(server, prompt, where) for where, prompt in _prompts(request.prompt)]
+    job = make_job(server, request, prompts, request.max_tokens, request.logprobs)
+    tokenizer = server.frontend.tokenizer
+    echoes = [tokenizer.decode(choice.token_ids) if request.echo else "" for choice in job.requests]
+    return request, job, echoes
+
+
+def _prompts(prompt: str | list[Any]) -> list[tuple[str, Any]]:
+    """One prompt or several, each with its place: text, a list of texts, token ids, or a list of lists of them."""
+    if isinstance(prompt, str) or (prompt and all(isinstance(item, int) for item in prompt)):
+        return [("prompt", prompt)]
+    if not prompt:
+        raise RequestError("prompt: at least one prompt is needed", param="prompt")
+    return [(f"prompt[{i}]", item) for i, item in enumerate(prompt)]
+
+
+def _token_ids(server: ServerState, prompt: Any, where: str) -> list[int]:
+    if isinstance(prompt, str):
+        server.require_room(len(prompt.encode()), where)
+        ids = server.frontend.tokenizer.encode_prompt(prompt)
+    elif isinstance(prompt, list) and all(type(item) is int for item in prompt):
+        ids = prompt
+    else:
+        raise RequestError(f"{where}: expected text or a list of token ids", param=where)
+    limit = server.frontend.tokenizer.vocab_size
+    if not ids:
+        raise RequestError(f"{where}: the prompt is empty", code="invalid_prompt", param=where)
+    if not all(0 <= token_id < limit for token_id in ids):
+        raise RequestError(f"{where}: token ids must be from 0 to {limit - 1}", code="invalid_prompt", param=where)
+    return ids

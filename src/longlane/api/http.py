@@ -1,0 +1,108 @@
+"""The HTTP side of a request: bounded bodies, clients that leave, keys and request ids."""
+
+import asyncio
+import hmac
+import logging
+import uuid
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from longlane.api.errors import ClientDisconnected, InternalError, error_response
+from longlane.errors import RequestError
+
+T = TypeVar("T")
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+BODY_SILENCE_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, of at most `limit` bytes; raises `RequestError` 413 when longer and 408 when it stops coming."""
+    too_large = RequestError(
+        f"the body is longer than {limit} bytes (--max-request-mib)", code="request_too_large", status=413
+    )
+    if int(request.headers.get("content-length") or 0) > limit:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        try:
+            message = await asyncio.wait_for(request.receive(), BODY_SILENCE_S)
+        except TimeoutError:
+            raise RequestError("the body stopped coming", code="request_timeout", status=408) from None
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise too_large
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves first; then raises `ClientDisconnected`."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Guard:
+    """Outermost: gives every request an id, asks for the key, and turns a fault of ours into a plain 500."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._key = api_key.encode() if api_key else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request_id = f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        if not self._authorized(scope):
+            message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            refusal = RequestError(message, code="invalid_api_key", status=401)
+            await error_response(refusal)(scope, receive, send_with_id)
+            return
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            log.exception("%s failed", request_id)
+            if not started:
+                error = InternalError(f"internal error; the server's log names it under {request_id}")
+                await error_response(error)(scope, receive, send_with_id)
+
+    def _authorized(self, scope: Scope) -> bool:
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return True
+        headers = Headers(scope=scope)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        return hmac.compare_digest(given.encode(), self._key)

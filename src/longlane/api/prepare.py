@@ -1,0 +1,66 @@
+"""What chat and text completions prepare alike: limits, stops and the engine's requests."""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from longlane.api.generation import Job
+from longlane.api.schemas import MAX_SEED, GenerationFields, stop_strings
+from longlane.api.state import ServerState
+from longlane.errors import RequestError
+from longlane.types import Request
+
+MAX_CHOICES = 128
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex[:16]}"
+
+
+def make_job(
+    server: ServerState,
+    fields: GenerationFields,
+    prompts: Sequence[list[int]],
+    max_tokens: int | None,
+    top_logprobs: int | None,
+) -> Job:
+    """`n` choices of every prompt. Choice i of a prompt draws with seed + i, so each can be repeated alone.
+
+    The engine cuts `max_tokens` to what fits behind the prompt.
+    """
+    n = fields.n or 1
+    if n * len(prompts) > MAX_CHOICES:
+        message = f"n: {n * len(prompts)} choices, at most {MAX_CHOICES} in one request"
+        raise RequestError(message, param="n")
+    sampling = server.sampling.resolve(fields, server.frontend.tokenizer.vocab_size)
+    own_stops = () if fields.ignore_eos else server.frontend.stop_ids
+    request_id = uuid.uuid4().hex
+    requests = [
+        Request(
+            id=f"{request_id}-{p}-{i}",
+            token_ids=prompt,
+            max_tokens=server.config.default_max_tokens if max_tokens is None else max_tokens,
+            sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + i) % MAX_SEED),
+            stop_ids=[*own_stops, *(fields.stop_token_ids or [])],
+            top_logprobs=top_logprobs,
+        )
+        for p, prompt in enumerate(prompts)
+        for i in range(n)
+    ]
+    return Job(requests=requests, choices_per_prompt=n, stops=stop_strings(fields.stop))
+
+
+def log_details(fields: GenerationFields, job: Job) -> dict[str, Any]:
+    """What the request log keeps of a request: settings, no text."""
+    first = job.requests[0]
+    return {
+        "model": fields.model,
+        "stream": bool(fields.stream),
+        "choices": len(job.requests),
+        "requested_output_tokens": first.max_tokens,
+        "stop_strings": len(job.stops),
+        "ignore_eos": bool(fields.ignore_eos),
+        "sampling": msgspec.to_builtins(first.sampling),
+    }

@@ -1,0 +1,132 @@
+"""What the log says of one request, whichever way it ends."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from longlane.api.errors import CLIENT_CLOSED_REQUEST, ClientDisconnected
+from longlane.api.generation import Event, Job
+from longlane.api.request_log import RequestLog
+from longlane.api.usage import Tally
+from longlane.errors import LonglaneError
+from longlane.types import Timings
+
+log = logging.getLogger("longlane.requests")
+
+
+class Record:
+    """Around the work for one request: notes when it starts, sees its events, and writes how it ended.
+
+    A request refused before the engine admitted it is `request_rejected`; later failures, and clients that leave, are
+    `request_error`.
+    """
+
+    def __init__(self, request_log: RequestLog, request_id: str, protocol: str) -> None:
+        self._log = request_log
+        self._request: dict[str, Any] = {"request_id": request_id, "protocol": protocol}
+        self._began = time.monotonic()
+        self._prepare_s: float | None = None
+        self.tally: Tally | None = None
+
+    def start(self, job: Job, details: dict[str, Any]) -> None:
+        self._prepare_s = time.monotonic() - self._began
+        self.tally = Tally(job)
+        self._request |= details
+        self._log.write("request_start", {"request": self._request})
+
+    def see(self, event: Event) -> None:
+        assert self.tally is not None
+        self.tally.see(event)
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Around everything before `start`: only a failure is worth a line."""
+        try:
+            yield
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+
+    def __enter__(self) -> "Record":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            self._done()
+        elif isinstance(error, LonglaneError):
+            # What a client sent may be quoted in the message of its error, so only the place of that is logged.
+            self._failed(error.code, error.status, error.message if error.status >= 500 else error.param or "")
+        elif isinstance(error, (asyncio.CancelledError, GeneratorExit, ClientDisconnected)):
+            self._failed("client_disconnected", CLIENT_CLOSED_REQUEST, "the client closed the connection")
+        else:
+            self._failed("internal_error", 500, type(error).__name__)
+
+    def _done(self) -> None:
+        assert self.tally is not None
+        tally = self.tally
+        choices = [self._choice(tally, index) for index in sorted(tally.ended)]
+        self._log.write(
+            "request_done",
+            {"request": self._request, "result": self._result(tally), "choices": choices} | self._seconds(),
+        )
+        timings = tally.timings()
+        log.info(
+            "%s done | %s | %s | prompt %d (%d cached) | %d tokens | TTFT %.0f ms | prefill %s | decode %s",
+            self._request["request_id"],
+            self._request["protocol"],
+            "/".join(sorted({ended.reason for ended in tally.ended.values()})),
+            tally.prompt_tokens,
+            tally.cached_tokens,
+            tally.completion_tokens,
+            timings["ttft_ms"],
+            _rate(timings["prompt_per_second"]),
+            _rate(timings["predicted_per_second"]),
+        )
+
+    def _failed(self, code: str, status: int, message: str) -> None:
+        admitted = self.tally is not None and self.tally.admitted
+        refused = not admitted and status not in (CLIENT_CLOSED_REQUEST, 500)
+        fields: dict[str, Any] = {"request": self._request, "error": {"code": code, "status": status}}
+        self._log.write("request_rejected" if refused else "request_error", fields | self._seconds())
+        log.log(
+            logging.INFO if status < 500 else logging.WARNING,
+            "%s %s | %s | %d %s | %s",
+            self._request["request_id"],
+            "rejected" if refused else "failed",
+            self._request["protocol"],
+            status,
+            code,
+            message,
+        )
+
+    def _seconds(self) -> dict[str, Any]:
+        return {"server_seconds": {"prepare": self._prepare_s, "total": time.monotonic() - self._began}}
+
+    def _result(self, tally: Tally) -> dict[str, Any]:
+        return {
+            "prompt_tokens": tally.prompt_tokens,
+            "prefix_cache_hit_tokens": tally.cached_tokens,
+            "completion_tokens": tally.completion_tokens,
+        }
+
+    def _choice(self, tally: Tally, index: int) -> dict[str, Any]:
+        ended = tally.ended[index]
+        raw: Timings = ended.timings
+        return {
+            "index": index,
+            "finish_reason": ended.reason,
+            "stop_string": ended.stop is not None,
+            "timings_by": "engine" if ended.stop is None else "server",
+            "completion_tokens": ended.completion_tokens,
+            "timings": msgspec.to_builtins(raw),
+        }
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} t/s"

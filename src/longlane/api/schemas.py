@@ -1,0 +1,165 @@
+"""What a client may send. Fields this server does not know are ignored; those it knows and cannot serve are refused."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from longlane.errors import RequestError
+
+T = TypeVar("T")
+
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 1024
+MIN_SEED, MAX_SEED = -(2**63), 2**64
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=1)]
+TokenLimit = Annotated[int, Meta(ge=0)]
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+class GenerationFields(Struct, kw_only=True):
+    """What chat and text completions have in common."""
+
+    model: str
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: int | None = None
+    n: Count | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: TokenLimit | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    max_completion_tokens: TokenLimit | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[Any]
+    echo: bool | None = None
+    best_of: Count | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class FunctionCall(Struct):
+    name: Annotated[str, Meta(min_length=1)]
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Struct):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class MessageFields(Struct):
+    """One message of a conversation; `content` is looked into part by part."""
+
+    role: str
+    content: str | list[Any] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+# Fields that would change the answer and have no effect here: to ignore them would be to answer another question.
+UNSUPPORTED = {
+    "tools": "tool calling is not available yet",
+    "functions": "tool calling is not available yet",
+    "audio": "this server has no audio",
+    "prediction": "predicted outputs are not available",
+    "web_search_options": "this server does not search the web",
+    "grammar": "constrained decoding is not available yet",
+    "guided_json": "constrained decoding is not available yet",
+    "guided_regex": "constrained decoding is not available yet",
+    "guided_choice": "constrained decoding is not available yet",
+    "guided_grammar": "constrained decoding is not available yet",
+    "structured_outputs": "constrained decoding is not available yet",
+    "suffix": "insertion is not available",
+    "use_beam_search": "beam search is not available",
+    "chat_template": "the server's template is used (--chat-template)",
+}
+NEUTRAL_FORMATS: tuple[Any, ...] = (None, {"type": "text"})
+_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_MISSING = re.compile(r"missing required field `(?P<field>[^`]*)`")
+
+
+def parse(body: bytes, kind: type[T]) -> T:
+    """The request in `body`; raises `RequestError` 400 that names the field which is wrong."""
+    try:
+        data = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_json")
+    refuse_unsupported(data)
+    return convert(data, kind)
+
+
+def convert(data: Any, kind: type[T], where: str = "") -> T:
+    """`data` as a `kind`; `where` is its place in the request."""
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        place = _PATH.search(text)
+        path = place["path"] if place else ""
+        if missing := _MISSING.search(text):
+            path = f"{path}.{missing['field']}" if path else missing["field"]
+        param = f"{where}.{path}" if where and path else where or path
+        message = f"{param}: {_PATH.sub('', text)}" if param else text
+        raise RequestError(message, param=param or None) from None
+
+
+def refuse_unsupported(data: Mapping[str, Any]) -> None:
+    for field, reason in UNSUPPORTED.items():
+        if data.get(field):
+            raise RequestError(f"{field}: {reason}", code="unsupported_parameter", param=field)
+    if data.get("response_format") not in NEUTRAL_FORMATS:
+        message = "response_format: only text is available yet"
+        raise RequestError(message, code="unsupported_parameter", param="response_format")
+
+
+def stop_strings(stop: str | list[str] | None) -> list[str]:
+    """Up to four strings, none of them empty."""
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop: at most {MAX_STOPS} strings, got {len(stops)}", param="stop")
+    if not all(0 < len(text) <= MAX_STOP_LENGTH for text in stops):
+        raise RequestError(f"stop: each string must have 1 to {MAX_STOP_LENGTH} characters", param="stop")
+    return stops

@@ -1,0 +1,99 @@
+"""Runs the application: listens at once, loads the model meanwhile, and leaves in good order."""
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from longlane.api.app import create_app
+from longlane.api.state import ServerState
+from longlane.errors import ConfigError
+from longlane.types import Loading, Ready
+
+GRACE_S = 8.0
+# A peer that acknowledges nothing for so long is gone; keep-alive comments make sure that there is something to
+# acknowledge.
+DEAD_PEER_MS = 15_000
+BACKLOG = 2048
+
+
+class HttpServer(uvicorn.Server):
+    """Without signal handlers of its own: uvicorn's raise the signal again at the end, which is no exit status 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; raises `ConfigError` with the way out when there is none to be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from None
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)
+    try:
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        cure = "choose another with --port" if error.errno == errno.EADDRINUSE else "check --host and --port"
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); {cure}") from None
+    return sock
+
+
+async def serve(
+    server: ServerState,
+    sock: socket.socket,
+    progress: Callable[[Loading], None],
+    announce: Callable[[Ready], None],
+    grace_s: float = GRACE_S,
+) -> None:
+    """Serve until SIGTERM or SIGINT. Raises `EngineError` when the model cannot be loaded.
+
+    At the first signal no connection and no request is taken any more; what runs may finish within `grace_s` and is
+    then ended with an error of its own. A second signal does not wait.
+    """
+    http = HttpServer(
+        uvicorn.Config(
+            create_app(server),
+            http="httptools",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(grace_s) + 2,
+        )
+    )
+    loop = asyncio.get_running_loop()
+
+    def leave() -> None:
+        if server.draining:
+            server.end_running()
+            http.force_exit = True
+        server.draining = http.should_exit = True
+        loop.call_later(grace_s, server.end_running)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave)
+    serving = asyncio.create_task(http.serve(sockets=[sock]))
+    loading = asyncio.create_task(server.engine.start(progress))
+    try:
+        await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            server.ready = loading.result()
+            announce(server.ready)
+        await serving
+    finally:
+        http.should_exit = True
+        loading.cancel()
+        await asyncio.gather(serving, loading, return_exceptions=True)
+        await server.engine.stop()
+        server.request_log.close()

@@ -1,0 +1,86 @@
+"""The numbers of a reply: what was used, and how long it took. Each is counted or measured; rates are derived here."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from longlane.api.generation import Ended, Job, Opened
+
+
+class Tally:
+    """Collects the events of one request until it can say what it used."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._opened: dict[int, Opened] = {}
+        self.ended: dict[int, Ended] = {}
+
+    def see(self, event: object) -> None:
+        if isinstance(event, Opened):
+            self._opened[event.index] = event
+        elif isinstance(event, Ended):
+            self.ended[event.index] = event
+
+    @property
+    def admitted(self) -> bool:
+        return bool(self._opened)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt once, however many choices it has."""
+        return sum(len(self._job.requests[i].token_ids) for i in self._job.first_choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._opened[i].admitted.cached_tokens for i in self._job.first_choices if i in self._opened)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(ended.completion_tokens for ended in self.ended.values())
+
+    def usage(self) -> dict[str, Any]:
+        thinking = sum(ended.timings.thinking_tokens for ended in self.ended.values())
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": thinking},
+        }
+
+    def timings(self) -> dict[str, Any]:
+        return timings(list(self.ended.values()))
+
+
+def timings(choices: Sequence[Ended]) -> dict[str, Any]:
+    """The `timings` object. Of several choices counts and milliseconds are sums, so rates are those of one lane.
+
+    A rate without anything to measure it by is null: the decode rate of a single token, say.
+    """
+    all_timings = [ended.timings for ended in choices]
+    prompt_n = sum(t.computed_prefill_tokens for t in all_timings)
+    prompt_s = sum(t.prefill_s for t in all_timings)
+    predicted_n = sum(ended.tokens for ended in choices)
+    # The time from the first token to the last holds one interval less than tokens.
+    intervals = sum(max(0, ended.tokens - 1) for ended in choices)
+    predicted_s = sum(t.decode_s for t in all_timings)
+    drafted = sum(t.drafted_tokens for t in all_timings)
+    result = {
+        "cache_n": sum(t.cached_tokens for t in all_timings),
+        "prompt_n": prompt_n,
+        "prompt_ms": prompt_s * 1e3,
+        "prompt_per_token_ms": _ratio(prompt_s * 1e3, prompt_n),
+        "prompt_per_second": _ratio(prompt_n, prompt_s),
+        "predicted_n": predicted_n,
+        "predicted_ms": predicted_s * 1e3,
+        "predicted_per_token_ms": _ratio(predicted_s * 1e3, intervals),
+        "predicted_per_second": _ratio(intervals, predicted_s),
+        "queue_ms": max(t.queue_s for t in all_timings) * 1e3,
+        "ttft_ms": min(t.ttft_s for t in all_timings) * 1e3,
+    }
+    if drafted:
+        result |= {"draft_n": drafted, "draft_n_accepted": sum(t.accepted_tokens for t in all_timings)}
+    return result
+
+
+def _ratio(value: float, by: float) -> float | None:
+    return value / by if value > 0 and by > 0 else None
