@@ -1,0 +1,147 @@
+"""A model as named objects in stored formats, whichever of three kinds of source it comes from."""
+
+import dataclasses
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longlane.artifact import formats, inventory, recipe, sources
+from longlane.artifact.binding import bind
+from longlane.artifact.container import Artifact, Entry, Part
+from longlane.artifact.draft_head import DraftHead
+from longlane.artifact.formats import concat_rows, slice_rows
+from longlane.artifact.gguf import GgufModel
+from longlane.artifact.huggingface import Checkpoint
+from longlane.artifact.recipe import Item, Parts
+from longlane.artifact.report import GGUF_RECIPE, HF_RECIPE
+from longlane.artifact.resources import open_resources
+from longlane.artifact.sources import Shapes
+from longlane.artifact.text_config import text_config
+from longlane.config import WeightsMode
+from longlane.kernels.linear.weight import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A source opened for reading.
+
+    components: their configurations by name. items: in file order. resources: side files by role. recipe: its id.
+    files: everything read, for the report. notes: what was left out or assumed.
+    """
+
+    name: str
+    recipe: str
+    components: dict[str, dict[str, Any]]
+    items: list[Item]
+    resources: dict[str, bytes]
+    files: list[Path]
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+def load_weights(
+    path: Path,
+    mode: WeightsMode = "auto",
+    device: str | torch.device = "cpu",
+    draft_head: DraftHead | None = None,
+) -> tuple[dict[str, Any], dict[str, Weight]]:
+    """The text configuration and every weight of an artifact, a Hugging Face directory or a GGUF file.
+
+    An artifact and a GGUF file keep their own formats. A directory is encoded by the recipe as `convert` would, so
+    that both ways give the same bits, `draft_head` included; `auto` keeps bf16 there.
+    Raises ArtifactError or CheckpointError.
+    """
+    if not path.is_dir() and path.suffix != ".gguf":
+        artifact = Artifact.open(path)
+        config = artifact.text_config()
+        return config or {}, {name: formats.load(artifact, name, device) for name in artifact.parameters}
+    model = open_gguf(path) if path.is_file() else open_directory(path, mode, strict=False, draft_head=draft_head)
+    config = model.components["text"]
+    stored = {item.name: recipe.assemble(item)[0].to(device) for item in model.items}
+    entries = {item.name: Entry.tensor(item.name, item.format, item.shape) for item in model.items}
+    parameters = bind({name: (Part(name),) for name in stored}, entries, config)
+    return config, {name: _bound(stored, parts) for name, parts in parameters.items()}
+
+
+def open_gguf(path: Path) -> Model:
+    """A GGUF file of the llama family."""
+    source = GgufModel(path)
+    return Model(path.stem, GGUF_RECIPE, {"text": source.config}, source.items(), source.resources, [path])
+
+
+def open_directory(
+    path: Path,
+    mode: WeightsMode = "auto",
+    *,
+    strict: bool = True,
+    identity: str | None = None,
+    dflash2: Path | None = None,
+    draft_head: DraftHead | None = None,
+) -> Model:
+    """A Hugging Face directory of the family, with a DFlash2 drafter's directory beside it if given.
+
+    `strict` refuses a checkpoint without the MTP head or vision tower that its configuration promises. `identity` is
+    the released model whose exceptions to the recipe apply. Raises CheckpointError.
+    """
+    source = Checkpoint(path)
+    config = text_config(source.config, path)
+    prefix = sources.text_prefix(source)
+    stacked = any(name.endswith("experts.gate_up_proj") for name in source.tensors)
+    weights = "bf16" if mode == "auto" else mode
+    components, shapes = _promised(source, config, prefix, stacked, strict)
+    sources.check(source, shapes, tied=config["tie_word_embeddings"])
+    resources = open_resources(path).files()
+
+    def items(section: inventory.Section, parts: dict[str, Parts], checkpoint: Checkpoint = source) -> list[Item]:
+        others = {name: components.get(name) for name in ("vision", "dflash2")}
+        stored = inventory.inventory(config, [section], weights=weights, identity=identity, **others)
+        return [recipe.read(checkpoint, entry, parts[entry.name]) for entry in stored]
+
+    found = items("text", recipe.text(config, prefix, stacked))
+    if draft_head:
+        ids = draft_head.token_ids(config["vocab_size"], resources)
+        head = sources.HEAD if sources.HEAD in shapes else f"{prefix}embed_tokens.weight"
+        found += recipe.draft_head(source, head, ids, inventory.choose_format("text/draft_head", weights, sparse=False))
+    if "mtp" in components:
+        found += items("mtp", recipe.mtp(config, stacked))
+    if "vision" in components:
+        found += items("vision", recipe.vision(components["vision"]))
+    drafter = Checkpoint(dflash2) if dflash2 else None
+    if drafter:
+        components["dflash2"] = drafter.config
+        sources.check(drafter, sources.dflash2_shapes(drafter.config, config, drafter.path))
+        found += items("dflash2", recipe.dflash2(drafter.config), drafter)
+    files = [*source.files, *(drafter.files if drafter else [])]
+    return Model(path.resolve().name, HF_RECIPE, components, found, resources, files)
+
+
+def _promised(
+    source: Checkpoint, config: dict[str, Any], prefix: str, stacked: bool, strict: bool
+) -> tuple[dict[str, dict[str, Any]], Shapes]:
+    """The components a checkpoint has and the shapes of all their tensors. MTP that is absent leaves `config` too."""
+    components: dict[str, dict[str, Any]] = {"text": config}
+    shapes = sources.text_shapes(config, prefix, stacked)
+    if config["mtp_num_hidden_layers"]:
+        if sources.present(source, "MTP", "mtp.", "mtp_num_hidden_layers", strict):
+            shapes |= sources.mtp_shapes(config, stacked)
+            components["mtp"] = {}
+        else:
+            config["mtp_num_hidden_layers"] = 0
+    vision = source.config.get("vision_config")
+    if isinstance(vision, dict) and sources.present(source, "vision", "model.visual.", "vision_config", strict):
+        shapes |= sources.vision_shapes(vision)
+        components["vision"] = vision
+    return components, shapes
+
+
+def _bound(stored: dict[str, Weight], parts: tuple[Part, ...]) -> Weight:
+    def rows(part: Part) -> Weight:
+        whole = stored[part.object]
+        if part.range is None:
+            return whole
+        width = prod(whole.shape[1:])
+        return slice_rows(whole, part.range[0] // width, part.range[1] // width)
+
+    return concat_rows([rows(part) for part in parts])

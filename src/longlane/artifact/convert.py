@@ -1,0 +1,112 @@
+"""From a checkpoint to an artifact: object by object, in bounded memory, and all or nothing."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from longlane.artifact import recipe, report
+from longlane.artifact.checkpoint import Model, open_directory, open_gguf
+from longlane.artifact.container import ArtifactWriter, Component, Entry
+from longlane.artifact.directory import RESOURCES
+from longlane.artifact.draft_head import DraftHead
+from longlane.artifact.formats import to_bytes
+from longlane.artifact.writer import MAX_FILE_BYTES
+from longlane.config import WeightsMode
+from longlane.errors import CheckpointError
+
+# What container v2 can name, and the weights it holds under that name.
+IDENTITIES = ("qwen3.6-27b", "qwen3.8-27b", "qwen3.6-35b-a3b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The flags of `longlane convert`, see `docs/convert.md`."""
+
+    weights: WeightsMode = "groupwise-int"
+    container: Literal["v2", "v3"] = "v3"
+    name: str | None = None
+    dflash2_model: Path | None = None
+    draft_head: DraftHead | None = None
+    force: bool = False
+    max_file_bytes: int = MAX_FILE_BYTES
+
+
+def convert(source: Path, target: Path, options: Options, quiet: bool = False) -> report.Report:
+    """Write `target` from a Hugging Face directory or a GGUF file, and its report beside it.
+
+    Progress goes to stderr unless `quiet`. Nothing is left behind by an error, an interrupt or a full disk.
+    Raises CheckpointError about the source, ArtifactError about the target.
+    """
+    started = time.monotonic()
+    model = _open(source, options)
+    made = report.Report(model.recipe, report.describe(model.files), _flags(options), model.notes)
+    entries = [Entry.resource(_frontend(role), len(data)) for role, data in model.resources.items()]
+    entries += [Entry.tensor(item.name, item.format, item.shape) for item in model.items]
+    writer = ArtifactWriter(
+        target,
+        entries=entries,
+        version=int(options.container[1:]),
+        identity=(options.name or "", "groupwise-int") if options.container == "v2" else None,
+        components=_components(model),
+        metadata={"name": options.name or model.name},
+        provenance=made.provenance(),
+        max_file_bytes=options.max_file_bytes,
+        force=options.force,
+    )
+    with writer:
+        for role, data in model.resources.items():
+            writer.write(_frontend(role), data)
+        for item in _with_progress(model.items, writer.entries, quiet):
+            weight, error = recipe.assemble(item, measure=True)
+            writer.write(item.name, to_bytes(weight))
+            made.add(writer.entries[item.name], error)
+    made.write(target, time.monotonic() - started)
+    return made
+
+
+def _flags(options: Options) -> dict[str, Any]:
+    return {name: value for name, value in asdict(options).items() if value is not None}
+
+
+def _frontend(role: str) -> str:
+    return f"frontend/{RESOURCES[role]}"
+
+
+def _open(source: Path, options: Options) -> Model:
+    if source.is_file():
+        return open_gguf(source)
+    if options.container == "v2" and options.name not in IDENTITIES:
+        raise CheckpointError(
+            f"container v2 has no identity for {options.name or source.name}; pass --name with one of "
+            f"{', '.join(IDENTITIES)} if the weights are of that model, or --container v3"
+        )
+    draft_head = options.draft_head or (DraftHead() if options.container == "v2" else None)
+    return open_directory(
+        source,
+        options.weights,
+        identity=options.name if options.container == "v2" else None,
+        dflash2=options.dflash2_model,
+        draft_head=draft_head,
+    )
+
+
+def _components(model: Model) -> dict[str, Component]:
+    files = {RESOURCES[role]: _frontend(role) for role in model.resources}
+    text = Component(config=model.components["text"], resources=files)
+    others = {name: Component(config=config, target="text") for name, config in model.components.items()}
+    return {**others, "text": text}
+
+
+def _with_progress(items: list[recipe.Item], entries: dict[str, Entry], quiet: bool) -> Iterator[recipe.Item]:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True, quiet=quiet)
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("converting", total=sum(entries[item.name].bytes for item in items))
+        for item in items:
+            yield item
+            progress.advance(task, entries[item.name].bytes)

@@ -1,0 +1,233 @@
+"""GGUF files of the llama family: their blocks bit for bit, their tokenizer and settings as side files.
+
+Source: the GGUF specification and its Q4_1 and Q8_0 block types.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import ReaderTensor
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from longlane.artifact.layouts import AFFINE
+from longlane.artifact.recipe import Item
+from longlane.errors import CheckpointError
+from longlane.kernels.linear.weight import PackedWeight, Weight
+
+CONTROL, USER_DEFINED = 3, 4
+Bytes = NDArray[np.uint8]
+# What `tokenizer.ggml.pre` stands for: every digit alone, then the byte-level rule of GPT-2.
+PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "smollm": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+}
+# The objects of one layer, in file order, and the tensors whose rows they stack.
+LAYER = {
+    "input_norm": ("attn_norm",),
+    "attention/query_key_value": ("attn_q", "attn_k", "attn_v"),
+    "attention/output": ("attn_output",),
+    "post_attention_norm": ("ffn_norm",),
+    "mlp/gate_up": ("ffn_gate", "ffn_up"),
+    "mlp/down": ("ffn_down",),
+}
+READABLE = {Type.Q4_1: AFFINE, Type.Q8_0: "q8_g32_fp16", Type.BF16: "bf16", Type.F16: "fp32", Type.F32: "fp32"}
+
+
+class GgufModel:
+    """One mapped GGUF file of architecture `llama`. `config` and `resources` are as a Hugging Face directory has them.
+
+    Raises CheckpointError naming the file and what this build reads instead.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._reader = gguf.GGUFReader(path)
+        except (ValueError, OSError, IndexError) as error:
+            raise CheckpointError(f"{path} is not a whole GGUF file ({error}); fetch it again") from None
+        if (family := self._field("general.architecture")) != "llama":
+            raise CheckpointError(f"{path}: GGUF architecture {family} is not supported; this build converts llama")
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._read: set[str] = set()
+        self.config = self._config()
+        self.resources = self._resources()
+
+    def items(self) -> list[Item]:
+        """Every object of the artifact, in file order, without loss."""
+        found = [self._item("text/token_embedding", "token_embd")]
+        for layer in range(self.config["num_hidden_layers"]):
+            for name, parts in LAYER.items():
+                found.append(self._item(f"text/layers/{layer}/{name}", *(f"blk.{layer}.{part}" for part in parts)))
+        found.append(self._item("text/final_norm", "output_norm"))
+        if not self.config["tie_word_embeddings"]:
+            found.append(self._item("text/output_head", "output"))
+        if unread := sorted(self._tensors.keys() - self._read):
+            raise CheckpointError(
+                f"{self.path}: {len(unread)} tensors have no place in a llama model ({unread[0]}); "
+                "this build cannot run the model with them and will not run it without"
+            )
+        return found
+
+    def _field(self, key: str, default: Any = None) -> Any:
+        field = self._reader.get_field(key)
+        return default if field is None else field.contents()
+
+    def _required(self, key: str) -> Any:
+        if (value := self._field(key)) is None:
+            raise CheckpointError(f"{self.path}: GGUF key {key} is missing; convert the model to GGUF again")
+        return value
+
+    def _config(self) -> dict[str, Any]:
+        heads = self._required("llama.attention.head_count")
+        hidden = self._required("llama.embedding_length")
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "intermediate_size": self._required("llama.feed_forward_length"),
+            "num_hidden_layers": self._required("llama.block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._field("llama.attention.head_count_kv", heads),
+            "head_dim": self._field("llama.attention.key_length", hidden // heads),
+            "hidden_act": "silu",
+            "max_position_embeddings": self._required("llama.context_length"),
+            "rms_norm_eps": self._required("llama.attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._field("llama.rope.freq_base", 10000.0),
+            "vocab_size": len(self._required("tokenizer.ggml.tokens")),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "bos_token_id": self._field("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self._required("tokenizer.ggml.eos_token_id"),
+            "pad_token_id": self._field("tokenizer.ggml.padding_token_id"),
+        }
+
+    def _resources(self) -> dict[str, bytes]:
+        tokens = self._required("tokenizer.ggml.tokens")
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self.config["max_position_embeddings"],
+            "add_bos_token": self._field("tokenizer.ggml.add_bos_token", False),
+            "clean_up_tokenization_spaces": False,
+            **{
+                f"{role}_token": None if (id := self.config[f"{role}_token_id"]) is None else tokens[id]
+                for role in ("bos", "eos", "pad")
+            },
+        }
+        generation = {"eos_token_id": self._stop_ids(), "pad_token_id": self.config["pad_token_id"]}
+        resources = {
+            "tokenizer": self._tokenizer(tokens).to_str().encode(),
+            "tokenizer_config": _json(settings),
+            "generation_config": _json(generation),
+        }
+        if template := self._field("tokenizer.chat_template"):
+            resources["chat_template"] = template.encode()
+        return resources
+
+    def _stop_ids(self) -> list[int]:
+        """The end of a turn, and the end of a text where the file names another one."""
+        keys = ("eos_token_id", "eot_token_id", "eos_token_ids")
+        return sorted({id for key in keys if (id := self._field(f"tokenizer.ggml.{key}")) is not None})
+
+    def _tokenizer(self, tokens: list[str]) -> Tokenizer:
+        if (kind := self._required("tokenizer.ggml.model")) != "gpt2":
+            raise CheckpointError(f"{self.path}: GGUF tokenizer {kind} is not supported; this build reads gpt2 (BPE)")
+        if (pre := self._required("tokenizer.ggml.pre")) not in PRE_TOKENIZERS:
+            raise CheckpointError(
+                f"{self.path}: GGUF pre-tokenizer {pre} is not supported; this build reads {', '.join(PRE_TOKENIZERS)}"
+            )
+        merges = [tuple(merge.split(" ")) for merge in self._required("tokenizer.ggml.merges")]
+        tokenizer = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, merges))
+        tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
+        tokenizer.decoder = decoders.ByteLevel()
+        types = self._required("tokenizer.ggml.token_type")
+        added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
+        tokenizer.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in added])
+        return tokenizer
+
+    def _item(self, name: str, *sources: str) -> Item:
+        tensors = [self._tensor(f"{source}.weight") for source in sources]
+        formats = {_exact_format(tensor) for tensor in tensors}
+        # Rows of one object share a format; float32 holds any mixture exactly.
+        format = formats.pop() if len(formats) == 1 else "fp32"
+        width, *_ = (int(size) for size in tensors[0].shape)
+        rows = sum(int(tensor.shape[1]) for tensor in tensors if len(tensor.shape) == 2)
+        shape = (rows, width) if rows else (width,)
+        return Item(name, format, shape, lambda: (self._rows(tensor, format) for tensor in tensors))
+
+    def _tensor(self, name: str) -> ReaderTensor:
+        if (tensor := self._tensors.get(name)) is None:
+            raise CheckpointError(f"{self.path}: tensor {name} is missing; convert the model to GGUF again")
+        if tensor.tensor_type not in READABLE:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is of GGUF type {tensor.tensor_type.name}; "
+                f"quantise the model to one of {', '.join(type.name for type in READABLE)}"
+            )
+        self._read.add(name)
+        return tensor
+
+    def _rows(self, tensor: ReaderTensor, format: str) -> Weight:
+        data = tensor.data
+        for part, heads in (("attn_q", "num_attention_heads"), ("attn_k", "num_key_value_heads")):
+            if part in tensor.name:
+                data = _half_split(data, self.config[heads])
+        if format == AFFINE:
+            return _affine(data)
+        if format == "q8_g32_fp16":
+            return _symmetric(data)
+        dense = torch.tensor(gguf.dequantize(data, tensor.tensor_type))
+        return dense.bfloat16() if format == "bf16" else dense
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, indent=2, ensure_ascii=False).encode()
+
+
+def _half_split(rows: Bytes, heads: int) -> Bytes:
+    """Rows of q or k from GGUF's order, which interleaves the two halves of a head for RoPE, back to halves."""
+    return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _blocks(data: Bytes, size: int) -> Bytes:
+    return data.reshape(len(data), -1, size)
+
+
+def _halves(blocks: Bytes) -> NDArray[np.float16]:
+    """[N, groups, 2] bytes -> [N, groups] float16."""
+    return np.ascontiguousarray(blocks).view(np.float16).squeeze(-1)
+
+
+def _exact_format(tensor: ReaderTensor) -> str:
+    """The format that holds the tensor exactly; float32 for a Q8_0 with codes or scales that q8_g32_fp16 forbids."""
+    if tensor.tensor_type == Type.Q8_0:
+        blocks = _blocks(tensor.data, 34)
+        if np.signbit(_halves(blocks[..., :2])).any() or (blocks[..., 2:] == 0x80).any():
+            return "fp32"
+    return READABLE[tensor.tensor_type]
+
+
+def _affine(data: Bytes) -> PackedWeight:
+    """Q4_1 blocks (scale, minimum, 16 bytes: lane j low, lane j + 16 high) -> planes with neighbours in a byte."""
+    blocks = _blocks(data, 20)
+    codes = blocks[..., 4:]
+    lanes = np.concatenate((codes & 0xF, codes >> 4), axis=-1)
+    base = lanes[..., 0::2] | lanes[..., 1::2] << 4
+    scale, minimum = _halves(blocks[..., :2]), _halves(blocks[..., 2:4])
+    planes = {"base": base, "scale": scale, "minimum": minimum}
+    shape = (len(data), 32 * blocks.shape[1])
+    return PackedWeight(AFFINE, shape, **{name: torch.from_numpy(plane) for name, plane in planes.items()})
+
+
+def _symmetric(data: Bytes) -> PackedWeight:
+    """Q8_0 blocks (scale, 32 codes) -> planes, with empty groups up to a multiple of 128 lanes."""
+    blocks = _blocks(data, 34)
+    count = blocks.shape[1]
+    padded = np.pad(blocks, ((0, 0), (0, -count % 4), (0, 0)))
+    base, scale = np.ascontiguousarray(padded[..., 2:]), _halves(padded[..., :2])
+    return PackedWeight("q8_g32_fp16", (len(data), 32 * count), torch.from_numpy(base), torch.from_numpy(scale))

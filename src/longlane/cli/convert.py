@@ -1,0 +1,57 @@
+"""`longlane convert`: a checkpoint into one artifact file."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+
+class Weights(StrEnum):
+    GROUPWISE_INT = "groupwise-int"
+    INT8 = "int8"
+    BF16 = "bf16"
+
+
+class Container(StrEnum):
+    V2 = "v2"
+    V3 = "v3"
+
+
+def convert(
+    source: Annotated[Path, Argument(help="A Hugging Face directory of the Qwen3.5 family, or a GGUF file.")],
+    target: Annotated[Path, Argument(help="The artifact to write, usually *.ninfer.")],
+    weights: Annotated[Weights, Option(help="4 to 8 bits by role, 8 bits for every matrix, or as they are.")] = (
+        Weights.GROUPWISE_INT
+    ),
+    container: Annotated[Container, Option(help="v2 only for the released models that it can name.")] = Container.V3,
+    name: Annotated[str | None, Option(help="Public name of the model; for v2 the identity.")] = None,
+    dflash2_model: Annotated[Path | None, Option(help="Directory of a DFlash2 drafter to carry along.")] = None,
+    draft_head_rows: Annotated[int | None, Option(min=1, help="Tokens of the reduced output head.")] = None,
+    draft_counts: Annotated[Path | None, Option(help="How often each token occurs: int64, little-endian.")] = None,
+    draft_text: Annotated[Path | None, Option(help="A UTF-8 text whose tokens are counted instead.")] = None,
+    max_file_bytes: Annotated[int, Option(min=1 << 20, help="Split v3 into files of at most so many bytes.")] = (
+        32_000_000_000
+    ),
+    force: Annotated[bool, Option("--force", help="Replace an existing target.")] = False,
+) -> None:
+    """Write an artifact, and beside it a report of what it was made of and what the encoding cost."""
+    from longlane.artifact import report
+    from longlane.artifact.convert import Options
+    from longlane.artifact.convert import convert as run
+    from longlane.artifact.draft_head import DraftHead
+
+    draft_head = None
+    if draft_head_rows or draft_counts or draft_text:
+        draft_head = DraftHead(rows=draft_head_rows, counts=draft_counts, text=draft_text)
+    options = Options(
+        weights=weights.value,
+        container=container.value,
+        name=name,
+        dflash2_model=dflash2_model,
+        draft_head=draft_head,
+        force=force,
+        max_file_bytes=max_file_bytes,
+    )
+    typer.echo(report.summary(run(source, target, options)))
