@@ -10,19 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longlane.artifact.directory import (
-    DAMAGED,
-    RESOURCES,
-    Component,
-    Directory,
-    Entry,
-    File,
-    Part,
-    Proposal,
-    check_ranges,
-    fail,
-    parse,
-)
+from longlane.artifact.binding import bind
+from longlane.artifact.directory import DAMAGED, check_ranges, fail, parse
 from longlane.artifact.framing import (
     HEADER_BYTES,
     MAX_DIRECTORY_BYTES,
@@ -34,6 +23,7 @@ from longlane.artifact.framing import (
     unpack_header,
 )
 from longlane.artifact.layouts import align_up
+from longlane.artifact.schema import RESOURCES, Component, Directory, Entry, File, Part, Proposal
 from longlane.artifact.writer import ArtifactWriter
 from longlane.errors import ArtifactError
 
@@ -63,6 +53,7 @@ def _map(path: Path) -> Bytes:
 class Artifact:
     """An open artifact. Attributes are those of `Directory`, in version 3 names whatever the file's version.
 
+    `bindings` are the file's own, `parameters` those under the names of `models` (see `binding`).
     Nothing but the directory is read until an object is asked for. The file must not be cut while it is open.
     """
 
@@ -73,7 +64,8 @@ class Artifact:
         self.identity = directory.identity
         self.components = directory.components
         self.objects = directory.objects
-        self.parameters = directory.parameters
+        self.bindings = directory.bindings
+        self.parameters = bind(directory.bindings, directory.objects, directory.components["text"].config)
         self.uses = directory.uses
         self.metadata = directory.metadata
         self.provenance = directory.provenance

@@ -1,192 +1,40 @@
-"""The JSON directory of an artifact: closed schemas of versions 1, 2 and 3, and what they are turned into.
-
-Whatever the version, `Directory` speaks version 3: its format and layout names, components, parameters.
-"""
+"""Checking the JSON directory of an artifact and turning it, whatever its version, into version 3 terms."""
 
 import json
 import re
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, UnsetType
 
 from longlane.artifact.geometry import GEOMETRIES
-from longlane.artifact.layouts import ALIGNMENT, LAYOUT, V2_FORMAT, V2_LAYOUT, LayoutError, encoded_bytes
+from longlane.artifact.layouts import V2_FORMAT, V2_LAYOUT, LayoutError, encoded_bytes
+from longlane.artifact.schema import (
+    RESOURCES,
+    Binding,
+    Component,
+    Directory,
+    Entry,
+    File,
+    Part,
+    Resource,
+    Resource3,
+    Root1,
+    Root2,
+    Root3,
+    Tensor,
+    Tensor3,
+    Use,
+)
 from longlane.errors import ArtifactError
 
-# Role of a resource -> file name it had in the Hugging Face directory. Versions 1 and 2 store `frontend/<file name>`.
-RESOURCES = {
-    "tokenizer": "tokenizer.json",
-    "tokenizer_config": "tokenizer_config.json",
-    "chat_template": "chat_template.jinja",
-    "generation_config": "generation_config.json",
-    "preprocessor_config": "preprocessor_config.json",
-    "video_preprocessor_config": "video_preprocessor_config.json",
-}
+__all__ = ["DAMAGED", "RESOURCES", "Entry", "check_ranges", "fail", "parse"]
+
 DAMAGED = "the file is damaged: fetch it again and compare its sha256, or convert it anew"
 
-Id = Annotated[str, Meta(min_length=1)]
-Natural = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(gt=0)]
-Shape = Annotated[tuple[Positive, ...], Meta(max_length=16)]
-
-
-class Entry(Struct, frozen=True, kw_only=True):
-    """One stored object. `offset` counts from the start of the payload; a resource has no shape, format or layout."""
-
-    name: str
-    kind: Literal["tensor", "resource"]
-    bytes: int
-    offset: int = 0
-    shape: tuple[int, ...] = ()
-    format: str | None = None
-    layout: str | None = None
-    encoding: str | None = None
-
-    @classmethod
-    def tensor(cls, name: str, format: str, shape: tuple[int, ...]) -> "Entry":
-        """An entry to be written, in the layout of its format. Raises LayoutError where they do not go together."""
-        layout = LAYOUT.get(format, "")
-        size = encoded_bytes(format, layout, shape)
-        return cls(name=name, kind="tensor", bytes=size, shape=shape, format=format, layout=layout)
-
-    @classmethod
-    def resource(cls, name: str, size: int) -> "Entry":
-        """A file to be carried as it is; `size` > 0 bytes."""
-        return cls(name=name, kind="resource", bytes=size, encoding="raw_bytes_v1")
-
-    @property
-    def alignment(self) -> int:
-        return ALIGNMENT if self.kind == "tensor" else 1
-
-
-class Part(Struct, frozen=True, forbid_unknown_fields=True):
-    """Elements [begin, end) of an object in C order; `range` None is the whole object in its own shape."""
-
-    object: Id
-    range: tuple[Natural, Natural] | None = None
-
-
-class Proposal(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The reduced output head: all rows, or `rows` indexed ones."""
-
-    domain: Literal["full", "indexed"]
-    rows: Positive | UnsetType = UNSET
-
-
-class Component(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One part of the model. `resources` maps file names (`tokenizer.json`) to object names."""
-
-    config: dict[str, Any]
-    target: Id | UnsetType = UNSET
-    resources: dict[Id, Id] = {}
-    proposal: Proposal | UnsetType = UNSET
-
-
-class File(Struct, frozen=True, forbid_unknown_fields=True):
-    """One file of a version 3 set; the entry has no path."""
-
-    path: Id | None
-    payload_bytes: Positive
-
-
-class Directory(Struct, frozen=True, kw_only=True):
-    """What a file says it holds, in version 3 terms."""
-
-    objects: dict[str, Entry]
-    components: dict[str, Component]
-    parameters: dict[str, tuple[Part, ...]]
-    identity: tuple[str, str] | None = None
-    uses: list[dict[str, Any]] = []
-    files: list[File] = []
-    metadata: dict[str, Any] = {}
-    provenance: dict[str, Any] = {}
-
-
-class _Whole(Struct, frozen=True, forbid_unknown_fields=True):
-    object: Id
-
-
-class _RangedPart(Struct, frozen=True, forbid_unknown_fields=True):
-    object: Id
-    range: tuple[Natural, Natural]
-
-
-class _Binding(Struct, frozen=True, forbid_unknown_fields=True):
-    object: Id | UnsetType = UNSET
-    parts: Annotated[list[_RangedPart], Meta(min_length=1)] | UnsetType = UNSET
-
-
-class _Use(Struct, frozen=True, forbid_unknown_fields=True):
-    parameter: Id
-    input: Id
-    activation_policy: Literal["A16Only", "AllowA8", "AllowA4"] | UnsetType = UNSET
-    auxiliaries: dict[Id, _Binding] = {}
-
-
-class _Tensor(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="tensor"):
-    name: Id
-    shape: Shape
-    format: Id
-    layout: Id
-    offset: Natural
-    bytes: Positive
-
-
-class _Resource(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="resource"):
-    name: Id
-    encoding: Id
-    offset: Natural
-    bytes: Positive
-
-
-class _Tensor3(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="tensor"):
-    name: Id = msgspec.field(name="id")
-    shape: Shape
-    format: Id
-    layout: Id
-    offset: Natural
-    bytes: Positive
-
-
-class _Resource3(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="resource"):
-    name: Id = msgspec.field(name="id")
-    encoding: Id
-    offset: Natural
-    bytes: Positive
-
-
-class _Identity(Struct, frozen=True, forbid_unknown_fields=True):
-    model_id: Id
-    weights_id: Id
-
-
-_Objects = Annotated[list[_Tensor | _Resource], Meta(min_length=1)]
-
-
-class _Root1(Struct, frozen=True, forbid_unknown_fields=True):
-    model_id: Id
-    objects: _Objects
-
-
-class _Root2(Struct, frozen=True, forbid_unknown_fields=True):
-    identity: _Identity
-    objects: _Objects
-
-
-class _Root3(Struct, frozen=True, forbid_unknown_fields=True):
-    components: dict[Id, Component]
-    objects: Annotated[list[_Tensor3 | _Resource3], Meta(min_length=1)]
-    bindings: dict[Id, _Binding]
-    uses: list[_Use]
-    files: Annotated[list[File], Meta(min_length=1)]
-    metadata: dict[str, Any] = {}
-    provenance: dict[str, Any] = {}
-
-
-_Root = TypeVar("_Root", _Root1, _Root2, _Root3)
+_Root = TypeVar("_Root", Root1, Root2, Root3)
 
 
 def fail(path: Path, problem: str, fix: str = DAMAGED) -> NoReturn:
@@ -201,11 +49,11 @@ def parse(path: Path, version: int, text: bytes) -> Directory:
     """
     document = _load_json(path, text)
     if version == 3:
-        return _from_v3(path, _convert(path, document, _Root3))
+        return _from_v3(path, _convert(path, document, Root3))
     if version == 2:
-        v2 = _convert(path, document, _Root2)
+        v2 = _convert(path, document, Root2)
         return _from_v2(path, (v2.identity.model_id, v2.identity.weights_id), v2.objects)
-    v1 = _convert(path, document, _Root1)
+    v1 = _convert(path, document, Root1)
     return _from_v2(path, (v1.model_id, "groupwise-int"), v1.objects)
 
 
@@ -241,8 +89,8 @@ def _convert(path: Path, document: Any, schema: type[_Root]) -> _Root:
         fail(path, f"its directory breaks the schema: {problem}", "only the members of docs/formats.md are allowed")
 
 
-def _entry(path: Path, raw: _Tensor | _Resource | _Tensor3 | _Resource3, old: bool) -> Entry:
-    if isinstance(raw, _Resource | _Resource3):
+def _entry(path: Path, raw: Tensor | Resource | Tensor3 | Resource3, old: bool) -> Entry:
+    if isinstance(raw, Resource | Resource3):
         if raw.encoding != ("raw-bytes-v1" if old else "raw_bytes_v1"):
             fail(path, f"resource {raw.name!r}: unknown encoding {raw.encoding!r}", "this build reads raw bytes only")
         return Entry(name=raw.name, kind="resource", encoding="raw_bytes_v1", offset=raw.offset, bytes=raw.bytes)
@@ -269,7 +117,7 @@ def _index(path: Path, entries: list[Entry]) -> dict[str, Entry]:
     return objects
 
 
-def _from_v2(path: Path, identity: tuple[str, str], raw: list[_Tensor | _Resource]) -> Directory:
+def _from_v2(path: Path, identity: tuple[str, str], raw: list[Tensor | Resource]) -> Directory:
     objects = _index(path, [_entry(path, item, old=True) for item in raw])
     resources = {file: f"frontend/{file}" for file in RESOURCES.values() if f"frontend/{file}" in objects}
     config = GEOMETRIES.get(identity[0], {})
@@ -282,11 +130,11 @@ def _from_v2(path: Path, identity: tuple[str, str], raw: list[_Tensor | _Resourc
         identity=identity,
         objects=objects,
         components=components,
-        parameters={name: (Part(name),) for name in tensors},
+        bindings={name: (Part(name),) for name in tensors},
     )
 
 
-def _from_v3(path: Path, root: _Root3) -> Directory:
+def _from_v3(path: Path, root: Root3) -> Directory:
     objects = _index(path, [_entry(path, item, old=False) for item in root.objects])
     if "text" not in root.components:
         fail(path, "its directory has no component 'text'", "an artifact holds at least the text model")
@@ -296,13 +144,13 @@ def _from_v3(path: Path, root: _Root3) -> Directory:
         for role, name in component.resources.items():
             if name not in objects or objects[name].kind != "resource":
                 fail(path, f"component {id!r}: resource {role!r} names {name!r}, which is no resource of this file")
-    parameters = {name: _parts(path, name, binding, objects) for name, binding in root.bindings.items()}
-    _check_uses(path, root.uses, objects, parameters)
+    bindings = {name: _parts(path, name, binding, objects) for name, binding in root.bindings.items()}
+    _check_uses(path, root.uses, objects, bindings)
     _check_files(path, root.files)
     return Directory(
         objects=objects,
         components=root.components,
-        parameters=parameters,
+        bindings=bindings,
         uses=msgspec.to_builtins(root.uses),
         files=root.files,
         metadata=root.metadata,
@@ -310,7 +158,7 @@ def _from_v3(path: Path, root: _Root3) -> Directory:
     )
 
 
-def _parts(path: Path, name: str, binding: _Binding, objects: dict[str, Entry]) -> tuple[Part, ...]:
+def _parts(path: Path, name: str, binding: Binding, objects: dict[str, Entry]) -> tuple[Part, ...]:
     if (binding.object is UNSET) == (binding.parts is UNSET):
         fail(path, f"binding {name!r} must have either 'object' or 'parts'")
     if isinstance(binding.object, str):
@@ -327,13 +175,11 @@ def _parts(path: Path, name: str, binding: _Binding, objects: dict[str, Entry]) 
     return parts
 
 
-def _check_uses(
-    path: Path, uses: list[_Use], objects: dict[str, Entry], parameters: dict[str, tuple[Part, ...]]
-) -> None:
+def _check_uses(path: Path, uses: list[Use], objects: dict[str, Entry], bindings: dict[str, tuple[Part, ...]]) -> None:
     seen: set[tuple[str, str]] = set()
     for use in uses:
         where = f"use of {use.parameter!r} at {use.input!r}"
-        if use.parameter not in parameters:
+        if use.parameter not in bindings:
             fail(path, f"{where}: there is no such binding")
         if (use.parameter, use.input) in seen:
             fail(path, f"{where} is listed twice")

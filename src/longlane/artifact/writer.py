@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from longlane.artifact.directory import Component, Entry, File, Part, check_ranges, fail, parse
+from longlane.artifact.directory import check_ranges, fail, parse
 from longlane.artifact.framing import HEADER_BYTES, PAGE, pack_header, pack_part_header
 from longlane.artifact.layouts import V2_FORMAT, V2_LAYOUT, align_up
+from longlane.artifact.schema import Component, Entry, File, Part
 
 MAX_FILE_BYTES = 32_000_000_000
 
