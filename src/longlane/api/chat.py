@@ -64,7 +64,9 @@ async def chat_completions(http: HttpRequest) -> Response:
     with record.preparing():
         server.require_serving()
         body = await read_body(http, server.config.max_request_mib << 20)
-        request, job, details = await until_disconnect(http.receive, asyncio.to_thread(prepare, server, body))
+        request, job, details = await until_disconnect(
+            http.receive, asyncio.to_thread(_parse_and_prepare, server, body)
+        )
         record.start(job, details)
     form = ChatForm(server.frontend.tokenizer, bool(request.logprobs))
     reply = Reply(server, record, job, form, new_id("chatcmpl"))
@@ -75,9 +77,13 @@ async def chat_completions(http: HttpRequest) -> Response:
     return stream
 
 
-def prepare(server: ServerState, body: bytes) -> tuple[ChatRequest, Job, dict[str, Any]]:
-    """Everything between the body and the engine, in a thread: none of it needs the event loop."""
+def _parse_and_prepare(server: ServerState, body: bytes) -> tuple[ChatRequest, Job, dict[str, Any]]:
     request = parse(body, ChatRequest)
+    return request, *prepare(server, request)
+
+
+def prepare(server: ServerState, request: ChatRequest) -> tuple[Job, dict[str, Any]]:
+    """What the engine is to do, and what the log may keep. Runs in a thread: none of it needs the event loop."""
     server.require_model(request.model)
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
@@ -92,7 +98,7 @@ def prepare(server: ServerState, body: bytes) -> tuple[ChatRequest, Job, dict[st
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     job = make_job(server, request, [prompt], limit, top_logprobs)
     shown = {name: options.get(name) for name in ("enable_thinking", "reasoning_effort", "preserve_thinking")}
-    return request, job, {**log_details(request, job), "message_count": len(request.messages), **shown}
+    return job, {**log_details(request, job), "message_count": len(request.messages), **shown}
 
 
 def thinking_options(request: ChatRequest, no_thinking: bool) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""The `longlane` command. A command's module is imported when it runs, so that `--help` answers at once."""
+
+import importlib
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+import longlane
+from longlane.errors import LonglaneError
+
+COMMANDS = {
+    "serve": "Serve a model over HTTP.",
+    "chat": "Talk to a model in the terminal.",
+    "convert": "Turn a checkpoint into one artifact file.",
+    "inspect": "Say what is in an artifact.",
+    "plan": "Print the memory plan of a model on any card.",
+}
+USAGE_ERROR = 2
+# Boxes cut long flags short; plain help names each in full.
+PLAIN: Any = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+
+
+class Commands(TyperGroup):
+    """Knows the names of the commands; a module is loaded only for the command that runs."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, load(name) if name in COMMANDS else command, rest
+
+
+def load(name: str) -> Any:
+    """The command in `longlane.cli.<name>`, ready to run."""
+    single = typer.Typer(**PLAIN)
+    single.command(name=name)(getattr(importlib.import_module(f"longlane.cli.{name}"), name))
+    return typer.main.get_command(single)
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, **PLAIN)
+
+
+@app.callback()
+def longlane_command(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Inference engine and server for Qwen3.5-family hybrid models."""
+    if version:
+        print(longlane.__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line. What is wrong with its input is one line, and exit status 2."""
+    try:
+        app()
+    except LonglaneError as error:
+        print(f"longlane: {' '.join(error.message.split())}", file=sys.stderr)
+        sys.exit(USAGE_ERROR)

@@ -1,0 +1,120 @@
+"""`longlane chat`: a conversation in the terminal, or one answer."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Iterator
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from longlane.api.chat import prepare
+from longlane.api.generation import Delta, Ended, run
+from longlane.api.schemas import ChatRequest
+from longlane.api.state import ServerState
+from longlane.api.usage import timings
+from longlane.cli.options import pick, takes
+from longlane.cli.session import LoadingBars, open_session
+from longlane.config import EngineConfig, ServerConfig
+
+T = TypeVar("T")
+
+OF_A_SERVER = frozenset(
+    {"max_concurrency", "max_pending_requests", "pending_timeout_ms", "decode_floor", "host", "port", "api_key"}
+    | {"model_id", "default_max_tokens", "max_request_mib", "request_log_jsonl", "log_level", "cors"}
+)
+
+
+class Background:
+    """An event loop in a thread of its own, so that waiting for the keyboard does not stop it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for `work`; Ctrl-C cancels it and is raised here."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+@takes(EngineConfig, ServerConfig, without=OF_A_SERVER)
+def chat(
+    model: Annotated[str, typer.Argument(help="An artifact, a Hugging Face directory, demo or tiny.")],
+    prompt: Annotated[str | None, typer.Option(help="Ask this, print the answer, leave.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Limit of an answer.", min=1)] = 1024,
+    **values: Any,
+) -> None:
+    """Talk to a model. Ctrl-C stops an answer, Ctrl-D ends the conversation."""
+    console = Console(stderr=True, highlight=False)
+    engine_config = pick(EngineConfig, {"model": model, **values})
+    state = open_session(engine_config, pick(ServerConfig, values | {"default_max_tokens": max_tokens}), console)
+    messages = [{"role": "system", "content": system}] if system else []
+    with _loaded(state, console) as background:
+        for question in [prompt] if prompt is not None else _questions():
+            messages.append({"role": "user", "content": question})
+            parts: list[str] = []
+            with contextlib.suppress(KeyboardInterrupt):
+                background.run(_answer(state, messages, parts))
+            messages.append({"role": "assistant", "content": "".join(parts)})
+
+
+@contextlib.contextmanager
+def _loaded(state: ServerState, console: Console) -> Iterator[Background]:
+    background = Background()
+    try:
+        with LoadingBars(console) as bars:
+            state.ready = background.run(state.engine.start(bars))
+        yield background
+    finally:
+        background.run(state.engine.stop())
+        background.close()
+
+
+def _questions() -> Iterator[str]:
+    while True:
+        try:
+            question = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if question.strip():
+            yield question
+
+
+async def _answer(state: ServerState, messages: list[dict[str, Any]], parts: list[str]) -> None:
+    """Print the answer as it comes, then what it took; `parts` collects it, so that a stopped one is kept too."""
+    job, _ = prepare(state, ChatRequest(model=state.model_id, messages=messages))
+    events = run(state.engine, state.frontend.tokenizer, job, 1, state.running)
+    async with contextlib.aclosing(events):
+        async for event in events:
+            if isinstance(event, Delta):
+                parts.append(event.text)
+                print(event.text, end="", flush=True)
+            if isinstance(event, Ended):
+                print(f"\n\n{summary(event)}", flush=True)
+
+
+def summary(ended: Ended) -> str:
+    """One line: what was measured, and over how many tokens."""
+    t = timings([ended])
+    prefill, decode = t["prompt_per_second"], t["predicted_per_second"]
+    return " | ".join(
+        [
+            f"TTFT {t['ttft_ms']:.0f} ms",
+            f"prefill {'-' if prefill is None else f'{prefill:.1f} t/s'} ({t['prompt_n']} tokens)",
+            f"decode {'-' if decode is None else f'{decode:.1f} t/s'} ({t['predicted_n']} tokens)",
+            f"finish {ended.reason}",
+        ]
+    )

@@ -1,0 +1,102 @@
+"""The flags of a command are the fields of the configurations it takes; here is what `--help` says of each."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+
+def _parse_capacity(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) == 0:
+        raise typer.BadParameter("must be a number of tokens or auto")
+    return int(text)
+
+
+def _option(help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, **more)
+
+
+HELP = {
+    "device": _option("cpu, cuda, cuda:N, or auto: the first card if there is one."),
+    "dtype": _option("Arithmetic: auto is the fastest route of the device."),
+    "weights": _option("How a Hugging Face directory is loaded; an artifact is taken as it is."),
+    "kv_dtype": _option("Format of cached keys and values."),
+    "max_context": _option("Most tokens of prompt and answer together. Default 8192.", min=1),
+    "kv_capacity": _option(
+        "Tokens in the KV pool, or auto: what lanes x context need, at most what fits. Default auto.",
+        parser=_parse_capacity,
+        metavar="N|auto",
+    ),
+    "max_concurrency": _option("Lanes: requests that run at once.", min=1),
+    "max_pending_requests": _option("Requests that may wait; one more gets 429.", min=1),
+    "pending_timeout_ms": _option("Longest wait for a lane; then 503.", min=1),
+    "prefill_chunk": _option("Most prompt tokens of one step.", min=1),
+    "decode_floor": _option("Share of time that decoding keeps beside prefills.", min=0, max=1),
+    "spec": _option("Speculative decoding."),
+    "draft_tokens": _option("Drafted tokens a round.", min=1),
+    "lm_head_draft": _option("Draft with the reduced output head.", "--lm-head-draft"),
+    "memory_bytes": _option("Plan for a device of so many bytes instead of asking it.", min=1),
+    "threads": _option("CPU threads of the engine.", min=1),
+    "cuda_graph": _option("Replay decode steps as CUDA graphs.", "--cuda-graph/--no-cuda-graph"),
+    "host": _option("Address to listen on."),
+    "port": _option("Port to listen on.", min=1, max=65535),
+    "api_key": _option("Ask for this key (Authorization: Bearer, or x-api-key)."),
+    "model_id": _option("Public name of the model; default its own"),
+    "default_max_tokens": _option("Limit of an answer whose request sets none.", min=1),
+    "max_request_mib": _option("Largest body; a larger one gets 413.", min=1),
+    "request_log_jsonl": _option("Append one JSON line for each event of a request; no text in it."),
+    "log_level": _option("trace, debug, info, warning or error."),
+    "cors": _option("Let any web page use the server.", "--cors"),
+    "no_thinking": _option("Thinking is off unless a request asks for it.", "--no-thinking"),
+    "chat_template": _option("Jinja file to use instead of the model's template.", exists=True, dir_okay=False),
+    "temperature": _option("0 is greedy.", min=0, max=2),
+    "top_p": _option("Keep the most likely tokens up to this mass.", min=0, max=1),
+    "top_k": _option("Keep so many tokens; 0 keeps all.", min=0),
+    "min_p": _option("Keep tokens at least so likely beside the best.", min=0, max=1),
+    "presence_penalty": _option("Taken off the logit of a token that was generated.", min=-2, max=2),
+    "frequency_penalty": _option("Taken off once for each time it was generated.", min=-2, max=2),
+    "seed": _option("Seed of requests that bring none; without it each gets its own.", min=0),
+    "greedy": _option("Always the most likely token, whatever a request says.", "--greedy"),
+}
+
+
+def takes(*configs: type, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command a flag for every field of `configs` that `HELP` knows, with the field's type and default.
+
+    The command receives them in `**values`; `pick` makes a configuration of them again.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        flags = [flag for config in configs for flag in _flags(config, without)]
+        command.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
+        command.__annotations__ |= {flag.name: flag.annotation for flag in flags}
+        return command
+
+    return decorate
+
+
+def _flags(config: type, without: Collection[str]) -> list[inspect.Parameter]:
+    assert dataclasses.is_dataclass(config)
+    hints = get_type_hints(config)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=Annotated[hints[field.name], HELP[field.name]],
+        )
+        for field in dataclasses.fields(config)
+        if field.name in HELP and field.name not in without
+    ]
+
+
+def pick(config: type[Any], values: dict[str, Any]) -> Any:
+    """A configuration made of those of `values` that it has a field for."""
+    names = {field.name for field in dataclasses.fields(config)}
+    return config(**{name: value for name, value in values.items() if name in names})

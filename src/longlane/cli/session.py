@@ -1,0 +1,74 @@
+"""What `serve` and `chat` share: from configurations to a server's state, and progress while the model loads."""
+
+from dataclasses import replace
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from longlane.api.request_log import RequestLog
+from longlane.api.sampling import SamplingDefaults
+from longlane.api.state import ServerState
+from longlane.artifact.locate import resolve
+from longlane.artifact.resources import open_resources
+from longlane.config import EngineConfig, ServerConfig
+from longlane.engine.client import EngineClient
+from longlane.errors import ConfigError
+from longlane.text.frontend import Frontend
+from longlane.types import Loading
+
+
+def open_session(engine: EngineConfig, server: ServerConfig, console: Console) -> ServerState:
+    """Everything but the engine process. Raises a `LonglaneError` for a model or a flag that cannot be used."""
+    with console.status(f"opening {engine.model}"):
+        path = resolve(engine.model)
+        resources = open_resources(path)
+        frontend = Frontend.load(resources.get, resources.config, _template(server))
+    engine = replace(engine, model=str(path))
+    return ServerState(
+        config=server,
+        engine_config=engine,
+        model_id=server.model_id or resources.name,
+        engine=EngineClient(engine),
+        frontend=frontend,
+        request_log=RequestLog(server.request_log_jsonl),
+        sampling=SamplingDefaults.of(frontend.generation, server),
+    )
+
+
+def _template(server: ServerConfig) -> str | None:
+    if server.chat_template is None:
+        return None
+    try:
+        return server.chat_template.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {server.chat_template}: {error}") from None
+
+
+class LoadingBars:
+    """One bar for each stage of loading. Call it with what the engine reports."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description:<24}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._stages: dict[str, TaskID] = {}
+
+    def __enter__(self) -> "LoadingBars":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def __call__(self, loading: Loading) -> None:
+        total = loading.total or None
+        if loading.stage not in self._stages:
+            self._stages[loading.stage] = self._progress.add_task(loading.stage, total=total)
+        self._progress.update(self._stages[loading.stage], completed=loading.done, total=total)
