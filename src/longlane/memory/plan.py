@@ -4,8 +4,10 @@ It is what the engine allocates at start, what `longlane plan` prints for any ca
 is a formula over the geometry; the few allowances that are not are the constants below. See `docs/memory.md`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from longlane.errors import PlanError
 from longlane.kernels.kv_codec.layout import CODECS, vector_bytes
@@ -50,6 +52,14 @@ class PlanRequest:
     graphs: bool = True
     driver_bytes: int = DRIVER_BYTES
     reserve_bytes: int = RESERVE_BYTES
+
+
+def activation_width(config: Mapping[str, Any]) -> int:
+    """Values of one token's widest activation: gate and up of every expert that runs. Hugging Face field names."""
+    if "num_experts" not in config:
+        return 2 * int(config["intermediate_size"])
+    routed = config["num_experts_per_tok"] * config["moe_intermediate_size"]
+    return 2 * int(routed + config.get("shared_expert_intermediate_size", 0))
 
 
 def page_bytes(spec: CacheSpec, kv_dtype: str) -> int:

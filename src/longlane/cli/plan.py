@@ -1,0 +1,122 @@
+"""`longlane plan`: the memory plan of any model on any card, without a GPU."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from longlane.artifact.container import Artifact
+from longlane.artifact.inventory import GEOMETRIES, Section, tensor_bytes
+from longlane.artifact.locate import resolve
+from longlane.artifact.resources import open_resources
+from longlane.cli.tables import print_plan
+from longlane.errors import ConfigError
+from longlane.memory.plan import GIB, MIB, PlanRequest, activation_width, make_plan
+from longlane.models.registry import cache_spec
+
+UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": MIB, "GIB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+DEFAULT_CONTEXT = 8192
+
+
+def plan(
+    model: Annotated[
+        str | None, typer.Argument(help="An artifact, a Hugging Face directory, or a model's name.")
+    ] = None,
+    geometry: Annotated[str | None, typer.Option(help=f"Instead of a model: {', '.join(GEOMETRIES)}.")] = None,
+    vram: Annotated[str, typer.Option(help="Device memory, for instance 32760MiB or 24GiB.")] = "24GiB",
+    weights: Annotated[str, typer.Option(help="Weights of a geometry or directory: groupwise-int, int8 or bf16.")] = (
+        "groupwise-int"
+    ),
+    kv_dtype: Annotated[str, typer.Option(help="Format of keys and values.")] = "bf16",
+    max_concurrency: Annotated[int, typer.Option(help="Lanes, 1 to 16.")] = 1,
+    max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and answer; default 8192.")] = None,
+    kv_capacity: Annotated[str, typer.Option(help="Tokens in the KV pool, or auto: what fits.")] = "auto",
+    device_state_slots: Annotated[
+        int | None, typer.Option(help="State images beside the lanes'; default as lanes.")
+    ] = (None),
+    prefill_chunk: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 1024,
+    spec: Annotated[str, typer.Option(help="Speculation: off or mtp.")] = "off",
+    draft_tokens: Annotated[int, typer.Option(help="Drafts a round, 1 to 5.")] = 3,
+    lm_head_draft: Annotated[bool, typer.Option("--lm-head-draft", help="Load the reduced proposal head.")] = False,
+    vision: Annotated[bool, typer.Option("--vision", help="Load the vision tower.")] = False,
+    vision_max_tokens: Annotated[int | None, typer.Option(help="Image tokens a request, implies --vision.")] = None,
+    no_cuda_graph: Annotated[bool, typer.Option("--no-cuda-graph", help="No captured decode graphs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Print what a model takes on a card, pool by pool, and what each lane is guaranteed."""
+    if spec not in ("off", "mtp"):
+        raise ConfigError(f"--spec {spec}: drafting that needs memory is off or mtp")
+    drafts = draft_tokens if spec == "mtp" else 0
+    sections: list[Section] = ["text"]
+    sections += ["mtp"] if drafts else []
+    sections += ["draft_head"] if lm_head_draft else []
+    vision_tokens = vision_max_tokens or (8192 if vision else 0)
+    sections += ["vision"] if vision_tokens else []
+    config, path = _config(model, geometry)
+    native = int(config["max_position_embeddings"])
+    request = PlanRequest(
+        device_bytes=parse_size(vram),
+        spec=cache_spec(config, mtp=bool(drafts)),
+        weights=_weights(config, path, sections, weights),
+        vocab_size=int(config["vocab_size"]),
+        width=activation_width(config),
+        kv_dtype=kv_dtype,
+        lanes=max_concurrency,
+        max_context=min(native, DEFAULT_CONTEXT) if max_context is None else max_context,
+        kv_capacity=None if kv_capacity == "auto" else _capacity(kv_capacity),
+        state_slots=max_concurrency if device_state_slots is None else device_state_slots,
+        prefill_chunk=prefill_chunk,
+        draft_tokens=drafts,
+        vision_tokens=vision_tokens,
+        graphs=not no_cuda_graph,
+    )
+    made = make_plan(request)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(made), indent=2).decode())
+    else:
+        print_plan(made)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "32760MiB", "24GiB", "80GB" or a plain number. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if found is None or found[2].upper() not in UNITS:
+        raise ConfigError(f"--vram {text!r} is not a size; write for instance 32760MiB, 24GiB or a number of bytes")
+    return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def _capacity(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"--kv-capacity {text!r} must be a number of tokens or auto")
+    return int(text)
+
+
+def _config(model: str | None, geometry: str | None) -> tuple[dict[str, Any], Path | None]:
+    if (model is None) == (geometry is None):
+        raise ConfigError("give a model or --geometry, one of the two")
+    if geometry is not None:
+        if geometry not in GEOMETRIES:
+            raise ConfigError(f"--geometry {geometry} is not known; one of {', '.join(GEOMETRIES)}")
+        return GEOMETRIES[geometry], None
+    assert model is not None
+    path = resolve(model)
+    return open_resources(path).config, path
+
+
+def _weights(config: dict[str, Any], path: Path | None, sections: list[Section], mode: str) -> dict[str, int]:
+    """Bytes by part: what a file holds, else what the inventory of its configuration adds up to."""
+    if path is None or path.is_dir():
+        if mode not in ("groupwise-int", "int8", "bf16"):
+            raise ConfigError(f"--weights {mode} is not known; one of groupwise-int, int8, bf16")
+        return {part: tensor_bytes(config, [part], weights=mode) for part in sections}
+    held: dict[str, int] = dict.fromkeys(sections, 0)
+    with Artifact.open(path) as artifact:
+        for entry in artifact.objects.values():
+            part = "draft_head" if entry.name.startswith("text/draft_head") else entry.name.partition("/")[0]
+            if entry.kind == "tensor" and part in held:
+                held[part] += entry.bytes
+    if missing := [part for part, size in held.items() if not size]:
+        raise ConfigError(f"{path} holds no {missing[0]} tensors; leave out the flag that asks for them")
+    return held

@@ -1,0 +1,78 @@
+"""`longlane plan` as a user calls it."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from longlane.cli.plan import parse_size, plan
+from longlane.errors import ConfigError
+
+ORDER = (
+    "--geometry qwen3.8-27b --vram {vram} --kv-dtype {codec} --max-concurrency {lanes} --max-context 262144 "
+    "--spec mtp --draft-tokens 3 --lm-head-draft --vision --vision-max-tokens 8192 --json"
+)
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(plan)
+    return app
+
+
+def run(app: typer.Typer, command: str) -> dict[str, object]:
+    result = CliRunner().invoke(app, command.split(), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("vram", "codec", "lanes", "measured"),
+    [
+        ("32760MiB", "fp8", 3, 345_024),
+        ("32760MiB", "rk4v4-e8", 3, 654_528),
+        ("32760MiB", "rk4v4-e8", 2, 524_288),
+        ("32760MiB", "rk4v4-e8", 4, 648_576),
+        ("49140MiB", "fp8", 3, 786_432),
+    ],
+)
+def test_the_pools_of_the_field_reports(app: typer.Typer, vram: str, codec: str, lanes: int, measured: int) -> None:
+    made = run(app, ORDER.format(vram=vram, codec=codec, lanes=lanes))
+    assert made["kv_tokens"] == pytest.approx(measured, rel=0.05)
+    assert made["lanes"] == lanes
+    assert made["guaranteed_context"] == min(262144, int(str(made["kv_tokens"])) // 64 // lanes * 64)
+
+
+def test_a_model_can_be_planned_for(app: typer.Typer) -> None:
+    made = run(app, "tiny --vram 8GiB --max-concurrency 2 --json")
+    assert made["kv_tokens"] == 2 * 8192
+
+
+@pytest.mark.parametrize(
+    ("command", "match"),
+    [
+        ("--geometry qwen9", "--geometry qwen9 is not known; one of qwen3.8-27b"),
+        ("", "give a model or --geometry"),
+        ("--geometry qwen3.8-27b --kv-capacity lots", "--kv-capacity 'lots' must be a number"),
+        ("--geometry qwen3.8-27b --spec eagle", "--spec eagle"),
+        ("--geometry qwen3.8-27b --weights q2", "--weights q2 is not known"),
+        ("--geometry qwen3.8-27b --vram 10GiB", "which leaves no page"),
+    ],
+)
+def test_what_cannot_be_is_one_line(app: typer.Typer, command: str, match: str) -> None:
+    result = CliRunner().invoke(app, command.split())
+    assert match in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize(("text", "size"), [("1KiB", 1024), ("2 GB", 2 * 10**9), ("1.5MiB", 3 << 19), ("77", 77)])
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "3 parsecs", "1e9"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_size(text)
