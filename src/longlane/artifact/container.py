@@ -107,6 +107,10 @@ class Artifact:
         return name if isinstance(name, str) else self.identity[0] if self.identity else None
 
     @property
+    def file_count(self) -> int:
+        return len(self._files)
+
+    @property
     def file_bytes(self) -> int:
         """Bytes of all files together."""
         return sum(len(file) for file in self._files)

@@ -1,0 +1,221 @@
+"""What a model file holds, and why this build could not run it, if so."""
+
+from collections import Counter
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from longlane.artifact.container import Artifact
+from longlane.artifact.inventory import SECTIONS, Section, inventory
+from longlane.artifact.layouts import FP8_ROW, LAYOUT, NVFP4
+from longlane.artifact.schema import RESOURCES, Entry
+from longlane.artifact.text_config import ARCHITECTURES, LAYER_TYPES
+
+LLAMA = "LlamaForCausalLM"
+SHOWN = 3
+SAFETENSORS_BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "BF16": 16, "F16": 16, "I8": 8, "U8": 8, "BOOL": 8}
+SAFETENSORS_BITS |= {"F8_E4M3": 8, "F8_E5M2": 8}
+
+
+class Format(msgspec.Struct, frozen=True):
+    """Tensors of one format."""
+
+    name: str
+    tensors: int
+    bytes: int
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """What `longlane inspect` prints. `problems` is empty where this build can run the model."""
+
+    path: str
+    kind: str
+    files: int
+    file_bytes: int
+    name: str | None = None
+    identity: tuple[str, str] | None = None
+    architecture: str | None = None
+    components: list[str] = []
+    tensors: int = 0
+    tensor_bytes: int = 0
+    formats: list[Format] = []
+    resources: dict[str, int] = {}
+    metadata: dict[str, Any] = {}
+    provenance: dict[str, Any] = {}
+    notes: list[str] = []
+    problems: list[str] = []
+    sha256: str | None = None
+    objects: list[Entry] = []
+
+
+def summarize(artifact: Artifact, *, objects: bool = False, sha256: bool = False) -> Summary:
+    """Count what an open artifact holds, and list it with `objects`. `sha256` reads every byte of it."""
+    tensors = [entry for entry in artifact.objects.values() if entry.kind == "tensor"]
+    counts = Counter(str(entry.format) for entry in tensors)
+    sizes = Counter[str]()
+    for entry in tensors:
+        sizes[str(entry.format)] += entry.bytes
+    resources = {file: artifact.resource(role) for role, file in RESOURCES.items()}
+    return Summary(
+        path=str(artifact.path),
+        kind=f"artifact, container version {artifact.version}",
+        files=artifact.file_count,
+        file_bytes=artifact.file_bytes,
+        name=artifact.name,
+        identity=artifact.identity,
+        architecture=architecture(artifact.text_config() or {}),
+        components=list(artifact.components),
+        tensors=len(tensors),
+        tensor_bytes=sum(sizes.values()),
+        formats=[Format(name, counts[name], size) for name, size in sizes.most_common()],
+        resources={file: len(data) for file, data in resources.items() if data is not None},
+        metadata=artifact.metadata,
+        provenance=artifact.provenance,
+        notes=notes(artifact),
+        problems=problems(artifact),
+        sha256=artifact.sha256() if sha256 else None,
+        objects=list(artifact.objects.values()) if objects else [],
+    )
+
+
+def summarize_directory(path: Path) -> Summary:
+    """Count what a Hugging Face directory holds, from its configuration and the headers of its shards.
+
+    Raises:
+        CheckpointError: it has no configuration, or a shard is missing or damaged.
+    """
+    from longlane.artifact.huggingface import Checkpoint
+
+    checkpoint = Checkpoint(path)
+    counts, sizes = Counter[str](), Counter[str]()
+    for info in checkpoint.tensors.values():
+        counts[info.dtype] += 1
+        sizes[info.dtype] += prod(info.shape) * SAFETENSORS_BITS.get(info.dtype, 0) // 8
+    files = {info.file for info in checkpoint.tensors.values()}
+    return Summary(
+        path=str(path),
+        kind="Hugging Face directory",
+        files=len(files),
+        file_bytes=sum(file.stat().st_size for file in files),
+        architecture=architecture(checkpoint.config),
+        tensors=len(checkpoint.tensors),
+        tensor_bytes=sum(sizes.values()),
+        formats=[Format(name, counts[name], size) for name, size in sizes.most_common()],
+        resources={file: (path / file).stat().st_size for file in RESOURCES.values() if (path / file).is_file()},
+        problems=_unknown_architecture(checkpoint.config),
+    )
+
+
+def architecture(config: dict[str, Any]) -> str | None:
+    """The first architecture a configuration names."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else None
+
+
+def problems(artifact: Artifact) -> list[str]:
+    """Why this build could not run the model; empty where it can."""
+    config = artifact.text_config()
+    found = _unknown_formats(artifact)
+    if config is None and artifact.identity:
+        found.append(f"unknown model {artifact.identity[0]!r}: this build cannot know its shape; container 3 says it")
+    else:
+        found += _unknown_architecture(config or {})
+    if any("hadamard_signs" in use.get("auxiliaries", {}) for use in artifact.uses):
+        found.append("weights are stored Hadamard-rotated, which this build does not undo")
+    if artifact.resource("tokenizer") is None:
+        found.append("no tokenizer.json: text cannot be served; convert again from a complete directory")
+    if not found and config is not None and architecture(config) in ARCHITECTURES:
+        found += _incomplete(artifact, config)
+    return found
+
+
+def notes(artifact: Artifact) -> list[str]:
+    """What a reader should know although the model runs."""
+    found = []
+    formats = {entry.format for entry in artifact.objects.values()}
+    for format in (NVFP4, FP8_ROW):
+        if format in formats:
+            found.append(f"{format} has no matrix route here: such weights are held as bf16")
+    unused = [name for name in ("vision", "dflash", "dflash2") if name in artifact.components]
+    if unused:
+        found.append(f"carried but not used by this build: {', '.join(unused)}")
+    return found
+
+
+def _unknown_formats(artifact: Artifact) -> list[str]:
+    unknown = [entry for entry in artifact.objects.values() if entry.kind == "tensor" and entry.format not in LAYOUT]
+    if not unknown:
+        return []
+    names = sorted({str(entry.format) for entry in unknown})
+    return [f"{_count(len(unknown), 'tensor')} in unknown formats ({', '.join(names)}), first {unknown[0].name!r}"]
+
+
+def _unknown_architecture(config: dict[str, Any]) -> list[str]:
+    name = architecture(config)
+    if name in (LLAMA, *ARCHITECTURES):
+        return []
+    return [f"architecture {name!r} is not supported; this build runs {', '.join([LLAMA, *sorted(ARCHITECTURES)])}"]
+
+
+def _incomplete(artifact: Artifact, config: dict[str, Any]) -> list[str]:
+    """Compare with the inventory of every section the artifact has a part of."""
+    if bad := _bad_sizes(config):
+        return [f"the configuration of component 'text' has no usable {', '.join(bad)}"]
+    found = []
+    for section in SECTIONS:
+        if section == "text" or _has(artifact, section):
+            found += _differences(artifact, config, section)
+    return found
+
+
+def _bad_sizes(config: dict[str, Any]) -> list[str]:
+    """Members that an inventory is computed from and that are no sensible counts."""
+    needed = ["vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    needed += (
+        ["moe_intermediate_size", "shared_expert_intermediate_size"]
+        if "num_experts" in config
+        else ["intermediate_size"]
+    )
+    layers = config.get("layer_types")
+    if not isinstance(layers, list) or any(kind not in LAYER_TYPES for kind in layers):
+        return ["layer_types"]
+    if "linear_attention" in layers:
+        needed += ["linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"]
+        needed += ["linear_conv_kernel_dim"]
+    return [name for name in needed if type(config.get(name)) is not int or not 0 < config[name] < 1 << 32]
+
+
+def _has(artifact: Artifact, section: Section) -> bool:
+    prefix = "text/draft_head" if section == "draft_head" else f"{section}/"
+    return any(name.startswith(prefix) for name in artifact.parameters)
+
+
+def _differences(artifact: Artifact, config: dict[str, Any], section: Section) -> list[str]:
+    items = {item.name: item.shape for item in inventory(config, (section,))}
+    missing = [name for name in items if name not in artifact.parameters]
+    if missing:
+        whole = "" if section == "text" else f"; '{section}' is all or nothing"
+        return [f"{_count(len(missing), 'tensor')} of {len(items)} missing from '{section}': {_first(missing)}{whole}"]
+    if section == "draft_head":
+        return []
+    wrong = [name for name, shape in items.items() if _elements(artifact, name) != prod(shape)]
+    if wrong:
+        return [
+            f"{_count(len(wrong), 'tensor')} of '{section}' differ in shape from the configuration: {_first(wrong)}"
+        ]
+    return []
+
+
+def _elements(artifact: Artifact, name: str) -> int:
+    spans = (part.range or (0, prod(artifact.objects[part.object].shape)) for part in artifact.parameters[name])
+    return sum(end - begin for begin, end in spans)
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (" ..." if len(names) > SHOWN else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
