@@ -74,7 +74,7 @@ class Speculator:
             costs.observe(depth, self._clock() - began)
             self._round = None
         for lane, count in zip(lanes, columns, strict=True):
-            if lane.drafts and lane.source != "forced" and count:
+            if count:
                 self._judge(lane, count - 1)
             lane.drafts = []
 
@@ -126,14 +126,16 @@ class Speculator:
         return match if match and lane.backoff[_grade(match)].ready() else None
 
     def _judge(self, lane: DraftLane, accepted: int) -> None:
+        """Count the round for its drafter, and let the evidence on every other one fade."""
         drafted, source = len(lane.drafts), lane.source
-        lane.acceptance[source].observe(drafted, accepted)
+        for other, acceptance in lane.acceptance.items():
+            acceptance.observe(*((drafted, accepted) if other == source else (0, 0)))
+        if not drafted or source == "forced":
+            return
         self._overall[source].observe(drafted, accepted)
         if lane.backoff[source].observe(accepted):
-            log.warning(
-                "request %s: no draft of %s was accepted in %d rounds, it rests",
-                lane.row.request.id, source, lane.backoff[source].patience,
-            )  # fmt: skip
+            rounds, name = lane.backoff[source].patience, lane.row.request.id
+            log.warning("request %s: %s rests, none of its drafts was accepted in %d rounds", name, source, rounds)
 
 
 def max_drafts(draft_tokens: int | None, *, lookup: bool) -> int:

@@ -1,0 +1,105 @@
+"""The smallest engine that drafts: fixed pages and slots, rows in lockstep, no scheduler."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+
+from longlane.kernels.kv_codec import PAGE
+from longlane.layers.batch import Batch, Caches, Kind, new_caches
+from longlane.models.decoder import Decoder
+from longlane.sampling import Decision, RowState, decide_rows
+from longlane.spec.drafter import DraftLane
+from longlane.spec.speculator import Speculator
+from longlane.types import Request
+
+
+@dataclass
+class Lane:
+    row: RowState
+    draft: DraftLane | None
+    slot: int
+    length: int = 0
+    rounds: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def count(self, drafted: int, accepted: int) -> None:
+        self.rounds += 1
+        for counts, depth in ((self.drafted, drafted), (self.accepted, accepted)):
+            counts.extend([0] * (drafted - len(counts)))
+            for position in range(depth):
+                counts[position] += 1
+
+    @property
+    def tokens_a_round(self) -> float:
+        """Of the rounds after the prefill, which yields the first token."""
+        return (len(self.row.generated) - 1) / max(self.rounds, 1)
+
+
+class DraftLoop:
+    """Runs requests together on one model; every request owns `pages` pages and one slot."""
+
+    def __init__(self, model: Decoder, vocab_size: int, *, lanes: int, pages: int, codec: str, dtype: torch.dtype):
+        self.model, self.vocab_size, self.pages = model, vocab_size, pages
+        self.caches: Caches = new_caches(
+            model.spec, pages=lanes * pages + 1, slots=lanes + 1, codec=codec, dtype=dtype, device="cpu"
+        )
+
+    def run(self, requests: Sequence[Request], speculator: Speculator | None = None, chunk: int = 256) -> list[Lane]:
+        lanes = []
+        for slot, request in enumerate(requests, 1):
+            row = RowState(request, self.vocab_size)
+            lanes.append(Lane(row, speculator.open(row) if speculator else None, slot))
+            self._prefill(lanes[-1], speculator, chunk)
+        while live := [lane for lane in lanes if lane.row.finish is None]:
+            self._round(live, speculator)
+        return lanes
+
+    def _prefill(self, lane: Lane, speculator: Speculator | None, chunk: int) -> None:
+        prompt = lane.row.request.token_ids
+        while lane.length < len(prompt):
+            part = prompt[lane.length : lane.length + chunk]
+            batch = self._batch("prefill", [lane], [part])
+            hidden = self.model.forward(batch, self.caches).hidden
+            if speculator:
+                speculator.observe(batch, hidden, [lane.draft], [len(part)])
+            lane.length += len(part)
+        [decision] = decide_rows(self.model.logits(hidden[-1:]), [[]], [lane.row])
+        assert isinstance(decision, Decision)
+
+    def _round(self, lanes: list[Lane], speculator: Speculator | None) -> None:
+        drafts: list[list[int]] = [[] for _ in lanes]
+        if speculator:
+            rooms = [min(speculator.max_drafts, lane.row.remaining - 1) for lane in lanes]
+            batch = self._batch("verify", lanes, [[lane.row.generated[-1], *[0] * max(rooms)] for lane in lanes])
+            drafts = speculator.propose(batch, [lane.draft for lane in lanes], rooms)
+        width = max(map(len, drafts)) + 1
+        runs = [[lane.row.generated[-1], *own] for lane, own in zip(lanes, drafts, strict=True)]
+        batch = self._batch("verify", lanes, [[*run, *[0] * (width - len(run))] for run in runs])
+        output = self.model.forward(batch, self.caches)
+        columns = [row * width + column for row, run in enumerate(runs) for column in range(len(run))]
+        decisions = decide_rows(self.model.logits(output.hidden[columns]), drafts, [lane.row for lane in lanes])
+        committed = [decision.accepted + 1 for decision in decisions]
+        self.model.fold(batch, self.caches, output.records, torch.tensor(committed))
+        if speculator:
+            speculator.observe(batch, output.hidden, [lane.draft for lane in lanes], committed)
+        for lane, own, count in zip(lanes, drafts, committed, strict=True):
+            lane.length += count
+            lane.count(len(own), count - 1)
+
+    def _batch(self, kind: Kind, lanes: list[Lane], tokens: list[list[int]]) -> Batch:
+        lengths = [len(run) for run in tokens]
+        positions = [lane.length + i for lane, run in zip(lanes, tokens, strict=True) for i in range(len(run))]
+        assert max(positions) < self.pages * PAGE, "the test needs more pages"
+        table = [[1 + (lane.slot - 1) * self.pages + page for page in range(self.pages)] for lane in lanes]
+        return Batch(
+            kind=kind,
+            token_ids=torch.tensor([token for run in tokens for token in run]),
+            positions=torch.tensor(positions),
+            query_start=tuple(accumulate(lengths, initial=0)),
+            context=tuple(lane.length for lane in lanes),
+            block_table=torch.tensor(table, dtype=torch.int32),
+            slots=torch.tensor([lane.slot for lane in lanes]),
+        )
