@@ -137,6 +137,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
     code: str
     status: int
+    param: str | None = None
 
 
 class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):

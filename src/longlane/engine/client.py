@@ -102,9 +102,9 @@ class EngineClient:
                     answer.set_result(message)
             case Ready() | Fatal():
                 pass
-            case Failed(id=id, message=text, code=code, status=status):
+            case Failed(id=id, message=text, code=code, status=status, param=param):
                 kind = RequestError if status < 500 else EngineError
-                self._deliver(id, kind(text, code=code, status=status))
+                self._deliver(id, kind(text, code=code, status=status, param=param))
             case _:
                 self._deliver(message.id, message)
 

@@ -1,0 +1,136 @@
+"""The policy as pure functions: who runs, who waits, how long."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longlane.engine.scheduler import (
+    MAX_SKIPS,
+    Chunk,
+    Policy,
+    Running,
+    Snapshot,
+    Waiting,
+    admission_order,
+    choose_victim,
+    chunk_size,
+    expired,
+    is_overloaded,
+    plan_step,
+    settle,
+)
+
+POLICY = Policy(prefill_chunk=1024, decode_floor=0.5)
+
+
+def row(id: str, remaining: int = 0, *, arrival: int = 0, skipped: int = 0, priority: int = 0) -> Running:
+    return Running(id=id, arrival=arrival, priority=priority, remaining=remaining, skipped=skipped)
+
+
+def plan(*running: Running, debt_s: float = 0.0, token_s: float | None = None):
+    return plan_step(Snapshot(running=running, debt_s=debt_s, token_s=token_s), POLICY)
+
+
+def test_all_decode_rows_run_oldest_first_and_one_prefill():
+    made = plan(row("b", arrival=2), row("a", arrival=1), row("long", 5000), row("short", 400))
+    assert made.decode == ("a", "b")
+    assert made.prefill == Chunk("short", 400)
+    assert made.skipped == ("long",)
+
+
+def test_nothing_to_do_is_an_empty_plan():
+    made = plan()
+    assert (made.decode, made.prefill) == ((), None)
+
+
+def test_least_remaining_work_goes_first_within_a_priority():
+    assert plan(row("long", 900), row("short", 80)).prefill == Chunk("short", 80)
+    assert plan(row("long", 900, priority=1), row("short", 80)).prefill == Chunk("long", 900)
+    assert plan(row("b", 80, arrival=2), row("a", 80, arrival=1)).prefill == Chunk("a", 80)
+
+
+def test_a_prefill_skipped_too_often_goes_next():
+    assert plan(row("long", 900, skipped=MAX_SKIPS - 1), row("short", 80)).prefill == Chunk("short", 80)
+    assert plan(row("long", 900, skipped=MAX_SKIPS), row("short", 80, priority=9)).prefill == Chunk("long", 900)
+
+
+def test_hundred_short_arrivals_hold_a_long_prefill_up_by_exactly_eight_rounds():
+    remaining, skipped, gap, gaps = 92_700, 0, 0, []
+    for arrival in range(100):
+        made = plan(row("long", remaining, skipped=skipped), row("short", 466, arrival=arrival + 1))
+        assert made.prefill is not None
+        if made.prefill.id == "long":
+            remaining, skipped = remaining - made.prefill.tokens, 0
+            gaps.append(gap)
+            gap = 0
+            # The short one is still there, and runs in the round after.
+            assert plan(row("long", remaining), row("short", 466)).prefill == Chunk("short", 466)
+        skipped, gap = skipped + 1, gap + 1
+    assert max(gaps) == MAX_SKIPS == 8
+
+
+def test_prefill_waits_while_decode_is_owed_time():
+    assert plan(row("a"), row("p", 900), debt_s=0.001).prefill is None
+    assert plan(row("p", 900), debt_s=0.001).prefill == Chunk("p", 900)
+
+
+@given(
+    decode_s=st.floats(1e-3, 0.1),
+    prefill_s=st.floats(1e-3, 3.0),
+    floor=st.floats(0.05, 0.95),
+    steps=st.integers(200, 2000),
+)
+def test_decode_keeps_its_floor_of_the_time(decode_s, prefill_s, floor, steps):
+    debt = decoding = prefilling = 0.0
+    for _ in range(steps):
+        made = plan_step(
+            Snapshot(running=(row("a"), row("p", 10**9)), debt_s=debt), Policy(prefill_chunk=64, decode_floor=floor)
+        )
+        took = prefill_s if made.prefill else 0.0
+        decoding, prefilling = decoding + decode_s, prefilling + took
+        debt = settle(debt, decode_s, took, floor)
+    # Less one chunk that is not paid back yet, and what one decode round pays too much.
+    owed = prefill_s + decode_s * (1 - floor) / floor
+    assert decoding * (1 - floor) / floor >= prefilling - owed
+    assert prefilling >= min(steps * prefill_s, decoding * (1 - floor) / floor) * 0.5, "prefill starves"
+
+
+def test_nothing_is_owed_where_no_decode_row_runs():
+    assert settle(5.0, 0.0, 1.0, 0.5) == 0.0
+    assert settle(5.0, 1.0, 1.0, 0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("token_s", "tokens"), [(None, 1024), (0.0, 1024), (1e-6, 1024), (1 / 1300, 320), (0.01, 64), (1.0, 64)]
+)
+def test_a_chunk_beside_decode_rows_is_bounded_by_the_gap_they_see(token_s, tokens):
+    assert chunk_size(token_s, POLICY) == tokens
+    assert plan(row("a"), row("p", 9000), token_s=token_s).prefill == Chunk("p", tokens)
+    assert plan(row("p", 9000), token_s=token_s).prefill == Chunk("p", 1024)
+
+
+def waiting(id: str, arrival: int, *, priority: int = 0, deadline: float = 10.0, paused: bool = False) -> Waiting:
+    return Waiting(id=id, arrival=arrival, priority=priority, deadline=deadline, paused=paused)
+
+
+def test_paused_requests_enter_first_then_priority_then_arrival():
+    queue = [waiting("c", 3), waiting("b", 2, priority=1), waiting("a", 1), waiting("p", 9, priority=-5, paused=True)]
+    assert [entry.id for entry in admission_order(queue)] == ["p", "b", "a", "c"]
+
+
+def test_only_requests_that_never_ran_expire():
+    queue = [waiting("late", 1, deadline=5.0), waiting("ran", 2, deadline=5.0, paused=True), waiting("early", 3)]
+    assert [entry.id for entry in expired(queue, 5.0)] == ["late"]
+    assert expired(queue, 4.9) == []
+
+
+def test_the_youngest_of_the_lowest_priority_is_paused():
+    rows = [row("old", arrival=1), row("young", arrival=3), row("low", arrival=2, priority=-1)]
+    assert choose_victim(rows).id == "low"
+    assert choose_victim(rows[:2]).id == "young"
+
+
+def test_lanes_and_queue_bound_what_is_taken():
+    assert not is_overloaded(2, 1, lanes=2, max_pending=2)
+    assert is_overloaded(2, 2, lanes=2, max_pending=2)
+    assert is_overloaded(1, 0, lanes=1, max_pending=0)

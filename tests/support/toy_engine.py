@@ -1,0 +1,133 @@
+"""Engines over the hash model, the oracle they must equal, and a clock that stands still."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from longlane.config import EngineConfig
+from longlane.engine.loop import Engine
+from longlane.engine.runner import Runner
+from longlane.layers.batch import Batch
+from longlane.memory.manager import Memory
+from longlane.memory.pages import PagePool
+from longlane.memory.states import SlotPool
+from longlane.sampling import RowState, decide
+from longlane.spec.drafter import DraftLane
+from longlane.types import Admitted, Failed, Finished, FromEngine, Request, Tokens
+from support.hash_model import VOCAB, HashModel, Walk, poisoned_caches
+
+
+@dataclass
+class Clock:
+    """Advances only when told, and by `tick` at every look."""
+
+    now: float = 0.0
+    tick: float = 0.0
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+@dataclass
+class Guesser:
+    """A speculator that knows the model's next token and is wrong at every `wrong`-th draft. It refuses no room."""
+
+    max_drafts: int
+    wrong: int
+    drafted: int = 0
+    walks: dict[str, Walk] = field(default_factory=dict)
+
+    def open(self, row: RowState) -> DraftLane:
+        return DraftLane(row)
+
+    def propose(self, batch: Batch, lanes: Sequence[DraftLane], rooms: Sequence[int]) -> list[list[int]]:
+        assert batch.rows == len(lanes) == len(rooms)
+        for context, room, table in zip(batch.context, rooms, batch.block_table, strict=True):
+            needed = -(-(context + 1 + room) // 64)
+            assert room >= 0
+            assert bool((table[:needed] > 0).all()), "drafts would have no page"
+        return [self._guess(lane.row, min(self.max_drafts, room)) for lane, room in zip(lanes, rooms, strict=True)]
+
+    def observe(self, batch: Batch, hidden: torch.Tensor, lanes: Sequence[DraftLane], columns: Sequence[int]) -> None:
+        """What was committed is what the rows of the batch began with."""
+        starts = zip(batch.query_start, lanes, batch.context, columns, strict=False)
+        for start, lane, context, count in starts:
+            tokens = [*lane.row.request.token_ids, *lane.row.generated]
+            assert batch.token_ids[start : start + count].tolist() == tokens[context : context + count]
+
+    def _guess(self, row: RowState, count: int) -> list[int]:
+        walk = self.walks.get(row.request.id, Walk())
+        walk = self.walks[row.request.id] = walk.after([*row.request.token_ids, *row.generated][walk.length :])
+        drafts: list[int] = []
+        for _ in range(count):
+            self.drafted += 1
+            right = int(walk.logits().argmax())
+            drafts.append((right + 1) % VOCAB if self.drafted % self.wrong == 0 else right)
+            walk = walk.after(drafts[-1:])
+        return drafts
+
+
+def build(config: EngineConfig, *, pages: int, speculator: Guesser | None = None, clock: Clock | None = None) -> Engine:
+    lanes = config.max_concurrency
+    runner = Runner(HashModel(), poisoned_caches(pages, lanes), torch.device("cpu"))
+    memory = Memory(PagePool(pages), SlotPool(lanes), config.max_context or 1 << 20)
+    return Engine(runner, memory, config, speculator, clock or Clock())
+
+
+def settings(**changes: object) -> EngineConfig:
+    return EngineConfig(**{"model": "hash", "max_pending_requests": 1000, "max_context": 4096, **changes})  # type: ignore[arg-type]
+
+
+@dataclass
+class Log:
+    """What a client would have seen of each request."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    finished: dict[str, Finished] = field(default_factory=dict)
+    failed: dict[str, Failed] = field(default_factory=dict)
+    admitted: list[str] = field(default_factory=list)
+
+    def take(self, messages: Sequence[FromEngine]) -> None:
+        for message in messages:
+            assert isinstance(message, (Admitted, Tokens, Finished, Failed))
+            assert message.id not in self.finished, f"{message} after the end"
+            assert message.id not in self.failed, f"{message} after the end"
+            match message:
+                case Admitted():
+                    assert message.id not in self.admitted
+                    self.admitted.append(message.id)
+                case Tokens():
+                    self.tokens.setdefault(message.id, []).extend(message.token_ids)
+                case Finished():
+                    self.finished[message.id] = message
+                case Failed():
+                    self.failed[message.id] = message
+
+
+def run(engine: Engine, log: Log | None = None, limit: int = 100_000) -> Log:
+    """Step until idle."""
+    log = log or Log()
+    for _ in range(limit):
+        if engine.idle:
+            return log
+        log.take(engine.step())
+    raise AssertionError(f"not idle after {limit} steps")
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: list[int]
+    finish: str | None
+    stop_id: int | None
+
+
+def oracle(request: Request) -> Answer:
+    """One request at a time, one token at a time, no cache."""
+    row, walk = RowState(request, VOCAB), Walk().after(request.token_ids)
+    tokens: list[int] = []
+    while row.finish is None:
+        tokens += decide(walk.logits(), [], row).token_ids
+        walk = walk.after(row.generated[-1:])
+    return Answer(tokens, row.finish, row.stop_id)
