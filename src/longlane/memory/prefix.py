@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from heapq import heapify, heappop
 
 from longlane.memory.pages import PagePool
 from longlane.memory.plan import PAGE
@@ -140,11 +141,19 @@ class PrefixTree:
     def _miss(self, node: Node, words: bytes, used: int, common: int, limit: int) -> str:
         if used >= limit or (not self._stateful and common >= limit):
             return ""
-        if chain(node.digest, words[node.end * WORD : (node.end + PAGE) * WORD]) in self._ghosts:
-            return f"evicted after {node.end}"
+        if any(digest in self._ghosts for digest in self._digests(node, words)):
+            return f"evicted after {used}"
         if common > used and common >= limit:
             return f"no checkpoint after {used}"
         return f"differs at {common}" if common else "no common prefix"
+
+    def _digests(self, node: Node, words: bytes) -> Iterator[bytes]:
+        """Of `node` and of the pages that the prompt would have under it."""
+        digest = node.digest
+        yield digest
+        for start in range(node.end * WORD, len(words) - PAGE * WORD + 1, PAGE * WORD):
+            digest = chain(digest, words[start : start + PAGE * WORD])
+            yield digest
 
     def use(self, match: Match) -> None:
         """Raise the value of what a request is about to use to that of a fresh entry."""
@@ -182,19 +191,20 @@ class PrefixTree:
             self._pages.share([tail_page])
         checkpoint = Checkpoint(node, array("i", tail).tobytes(), tail_page, slot)
         node.checkpoints.append(checkpoint)
+        self._ghosts.pop(node.digest, None)
         checkpoint.priority = self._clock + self._checkpoint_value(checkpoint)
         return checkpoint
 
     def free_pages(self, count: int) -> bool:
         """Evict until `count` pages are free; False when nothing more can go."""
         while self._pages.free < count:
-            victims: list[Node | Checkpoint] = [
-                *self._loose_nodes(),
-                *(c for c in self.checkpoints() if self._frees_pages(c)),
-            ]
-            if not victims:
+            # One pass over the tree pays for many evictions; what they expose is seen by the next pass.
+            heap = [(victim.priority, order, victim) for order, victim in enumerate(self._victims())]
+            if not heap:
                 return False
-            self._evict(min(victims, key=lambda victim: victim.priority))
+            heapify(heap)
+            while heap and self._pages.free < count:
+                self._evict(heappop(heap)[2])
         return True
 
     def free_slot(self, keep: Checkpoint | None = None) -> bool:
@@ -234,13 +244,21 @@ class PrefixTree:
     def held_slots(self) -> list[int]:
         return [checkpoint.slot for checkpoint in self.checkpoints()]
 
-    def _loose_nodes(self) -> list[Node]:
-        """Leaves that no checkpoint stands on and no request uses."""
-        return [
-            node
-            for node in self.nodes()
-            if not node.children and not node.checkpoints and self._pages.references(node.page) == 1
-        ]
+    def trim(self, node: Node) -> None:
+        """Free the pages from `node` up that nothing stands on: without a checkpoint they are of no use to anyone."""
+        while self._stateful and node.parent is not None and self._is_loose(node):
+            self._remove(node)
+            node = node.parent
+
+    def _victims(self) -> Iterator[Node | Checkpoint]:
+        """Independent of each other: evicting one leaves the rest evictable."""
+        if not self._stateful:
+            yield from filter(self._is_loose, list(self.nodes()))
+        yield from filter(self._frees_pages, list(self.checkpoints()))
+
+    def _is_loose(self, node: Node) -> bool:
+        """A leaf that no checkpoint stands on and no request uses."""
+        return not node.children and not node.checkpoints and self._pages.references(node.page) == 1
 
     def _frees_pages(self, checkpoint: Checkpoint) -> bool:
         """Whether dropping this checkpoint frees a page, of its tail or under it."""
@@ -252,18 +270,16 @@ class PrefixTree:
 
     def _evict(self, victim: Node | Checkpoint) -> None:
         self._clock = max(self._clock, victim.priority)
+        node = victim if isinstance(victim, Node) else victim.node
+        if node is not self.root:
+            self._ghosts[node.digest] = None
+        if len(self._ghosts) > GHOSTS:
+            del self._ghosts[next(iter(self._ghosts))]
         if isinstance(victim, Node):
             self._remove(victim)
             return
         self._drop(victim)
-        # What only this checkpoint made usable is stranded without it, up to the next one or to a branch.
-        node = victim.node
-        while self._stateful and node.parent is not None and not node.children and not node.checkpoints:
-            if self._pages.references(node.page) > 1:
-                break
-            parent = node.parent
-            self._remove(node)
-            node = parent
+        self.trim(victim.node)
 
     def _drop(self, checkpoint: Checkpoint) -> None:
         checkpoint.node.checkpoints.remove(checkpoint)
@@ -276,9 +292,6 @@ class PrefixTree:
         assert not node.children
         assert not node.checkpoints
         del node.parent.children[node.tokens]
-        self._ghosts[node.digest] = None
-        if len(self._ghosts) > GHOSTS:
-            del self._ghosts[next(iter(self._ghosts))]
         self._pages.give([node.page])
 
     def _page_value(self, node: Node) -> float:

@@ -47,6 +47,7 @@ class Cache:
             pages[end // PAGE - 1] = node.page
         self.mark(node, tokens, pages, marks, node.end, len(tokens) + 1)
         self.pages.give(pages)
+        tree.trim(node)
         return match.length
 
     def mark(self, node: Node, tokens: list[int], pages: list[int], marks: set[int], start: int, end: int) -> None:
@@ -108,11 +109,12 @@ def test_the_state_bounds_the_hit_and_the_miss_says_so() -> None:
     base = [1] * 200
     cache.run(base, {100})
     match = cache.tree.match([*base, 2])
-    assert (match.length, match.common, match.miss) == (100, 192, "differs at 192")
+    assert (match.length, match.common, match.miss) == (100, 128, "differs at 128")
+    match = cache.tree.match([1] * 99 + [7] * 50)
+    assert (match.length, match.miss) == (0, "differs at 99")
+    cache.run(base, {199})
     match = cache.tree.match(base[:180])
     assert (match.length, match.miss) == (100, "no checkpoint after 100")
-    match = cache.tree.match([1] * 90 + [7] * 50)
-    assert (match.length, match.miss) == (0, "differs at 90")
     assert cache.tree.match([9] * 10).miss == "no common prefix"
 
 
