@@ -7,6 +7,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -248,14 +249,15 @@ def _root_v3(
             objects.append({"id": entry.name, "kind": "tensor", "shape": entry.shape, **kind, **place})
     if parameters is None:
         parameters = {entry.name: (Part(entry.name),) for entry in entries if entry.kind == "tensor"}
-    bindings = {name: _binding(parts) for name, parts in parameters.items()}
+    shapes = {entry.name: entry.shape for entry in entries}
+    bindings = {name: _binding(parts, shapes) for name, parts in parameters.items()}
     return {"objects": objects, "bindings": bindings, "files": [], **members}
 
 
-def _binding(parts: Sequence[Part]) -> dict[str, Any]:
+def _binding(parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     if len(parts) == 1 and parts[0].range is None:
         return {"object": parts[0].object}
-    return {"parts": parts}
+    return {"parts": [Part(part.object, part.range or (0, prod(shapes.get(part.object, ())))) for part in parts]}
 
 
 def _split(path: Path, root: dict[str, Any], payload: int, limit: int) -> tuple[bytes, list[int], int]:
