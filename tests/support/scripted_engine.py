@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from longlane.engine.supervisor import EngineState
-from longlane.errors import LonglaneError
 from longlane.types import (
     Admitted,
     Finished,
@@ -30,14 +29,7 @@ class ScriptedEngine:
     as a stop. `refuse` fails a request before it is admitted, `queue_s` is how long that takes."""
 
     def __init__(self, script: Script, max_context: int = 1000) -> None:
-        self.script = script
-        self.state: EngineState = "ready"
-        self.refuse: LonglaneError | None = None
-        self.queue_s = 0.0
-        self.cached_tokens = 0
-        self.requests: list[Request] = []
-        self.open: set[str] = set()
-        self.cancelled: list[str] = []
+        self.reset(script)
         plan = MemoryPlan(
             device_bytes=1 << 30,
             pools=[],
@@ -52,6 +44,17 @@ class ScriptedEngine:
             name="M", family="llama", parameters=1, vocab_size=264, max_context=max_context, weights_bytes=1
         )
         self.ready = Ready(model=info, plan=plan)
+
+    def reset(self, script: Script) -> None:
+        self.script = script
+        self.state: EngineState = "ready"
+        self.refuse: Exception | None = None
+        self.queue_s = 0.0
+        self.cached_tokens = 0
+        self.requests: list[Request] = []
+        self.open: set[str] = set()
+        self.most_open = 0
+        self.cancelled: list[str] = []
 
     async def start(self, progress: Callable[[Loading], None] | None = None) -> Ready:
         return self.ready
@@ -78,6 +81,7 @@ class ScriptedEngine:
     async def generate(self, request: Request) -> AsyncGenerator[Admitted | Tokens | Finished, None]:
         self.requests.append(request)
         self.open.add(request.id)
+        self.most_open = max(self.most_open, len(self.open))
         ended = False
         try:
             await asyncio.sleep(self.queue_s)
