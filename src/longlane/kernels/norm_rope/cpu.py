@@ -1,5 +1,7 @@
 """CPU route: the fewest torch calls, since at decode each call costs more than its arithmetic."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -10,9 +12,11 @@ swiglu = naive.swiglu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype == weight.dtype:
-        return functional.rms_norm(x, weight.shape, weight, eps)
-    return functional.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+    y = x.to(weight.dtype)
+    # Five calls where functional.rms_norm makes nine.
+    norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    inverse = torch.addcmul(_scalar(eps, weight.dtype), norm, norm, value=1 / y.shape[-1]).rsqrt_()
+    return (y * inverse).mul_(weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -21,7 +25,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    y = functional.rms_norm(x.to(weight.dtype), weight.shape, weight, eps)
+    y = rms_norm(x.to(weight.dtype), weight, eps)
     return y.mul_(functional.silu(gate.to(weight.dtype))).to(gate.dtype)
 
 
@@ -48,3 +52,8 @@ def qk_norm_rope(
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     return x * torch.sigmoid(gate)
+
+
+@cache
+def _scalar(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype)

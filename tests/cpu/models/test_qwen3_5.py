@@ -1,0 +1,35 @@
+"""Qwen3.5, dense and MoE, tied and untied, against transformers in float32."""
+
+import pytest
+import torch
+
+from longlane.models.registry import build
+from support.checkpoints import random_qwen
+from support.lanes import Lanes, relative_error
+
+TOKENS = torch.randint(0, 320, (400,), generator=torch.Generator().manual_seed(1)).tolist()
+PROMPT = 300
+
+
+@pytest.fixture(scope="module", params=["dense", "moe", "dense-tied"])
+def pair(request, tmp_path_factory):
+    kind = request.param
+    directory = tmp_path_factory.mktemp(kind)
+    reference, config, weights = random_qwen(directory, moe=kind == "moe", tied=kind.endswith("tied"))
+    with torch.inference_mode():
+        logits = reference(torch.tensor([TOKENS])).logits[0]
+    return build(config, weights), logits
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 65, 128, 300])
+def test_prefill_logits_of_every_chunking_equal_transformers(pair, chunk):
+    model, reference = pair
+    logits = Lanes(model, torch.float32).logits(TOKENS[:PROMPT], chunk)
+    assert relative_error(logits, reference[:PROMPT]) < 1e-4
+
+
+def test_a_hundred_decode_steps_equal_transformers(pair):
+    model, reference = pair
+    lanes = Lanes(model, torch.float32)
+    lanes.logits(TOKENS[:PROMPT])
+    assert relative_error(lanes.logits(TOKENS[PROMPT:], chunk=1), reference[PROMPT:]) < 1e-4
