@@ -48,36 +48,39 @@ class DraftLoop:
         )
 
     def run(self, requests: Sequence[Request], speculator: Speculator | None = None, chunk: int = 256) -> list[Lane]:
-        lanes = []
-        for slot, request in enumerate(requests, 1):
-            row = RowState(request, self.vocab_size)
-            lanes.append(Lane(row, speculator.open(row) if speculator else None, slot))
-            self._prefill(lanes[-1], speculator, chunk)
+        lanes = [self.prefilled(request, speculator, chunk, slot) for slot, request in enumerate(requests, 1)]
         while live := [lane for lane in lanes if lane.row.finish is None]:
             self._round(live, speculator)
         return lanes
 
-    def _prefill(self, lane: Lane, speculator: Speculator | None, chunk: int) -> None:
-        prompt = lane.row.request.token_ids
-        while lane.length < len(prompt):
-            part = prompt[lane.length : lane.length + chunk]
-            batch = self._batch("prefill", [lane], [part])
+    def prefilled(
+        self, request: Request, speculator: Speculator | None = None, chunk: int = 256, slot: int = 1
+    ) -> Lane:
+        """A lane whose prompt is computed and whose first token is decided."""
+        row = RowState(request, self.vocab_size)
+        lane = Lane(row, speculator.open(row) if speculator else None, slot)
+        while lane.length < len(request.token_ids):
+            part = request.token_ids[lane.length : lane.length + chunk]
+            batch = self.batch("prefill", [lane], [part])
             hidden = self.model.forward(batch, self.caches).hidden
             if speculator:
                 speculator.observe(batch, hidden, [lane.draft], [len(part)])
             lane.length += len(part)
-        [decision] = decide_rows(self.model.logits(hidden[-1:]), [[]], [lane.row])
+        [decision] = decide_rows(self.model.logits(hidden[-1:]), [[]], [row])
         assert isinstance(decision, Decision)
+        return lane
+
+    def proposals(self, lanes: Sequence[Lane], speculator: Speculator) -> list[list[int]]:
+        """What the speculator would draft next."""
+        rooms = [min(speculator.max_drafts, lane.row.remaining - 1) for lane in lanes]
+        batch = self.batch("decode", lanes, [[lane.row.generated[-1]] for lane in lanes])
+        return speculator.propose(batch, [lane.draft for lane in lanes], rooms)
 
     def _round(self, lanes: list[Lane], speculator: Speculator | None) -> None:
-        drafts: list[list[int]] = [[] for _ in lanes]
-        if speculator:
-            rooms = [min(speculator.max_drafts, lane.row.remaining - 1) for lane in lanes]
-            batch = self._batch("verify", lanes, [[lane.row.generated[-1], *[0] * max(rooms)] for lane in lanes])
-            drafts = speculator.propose(batch, [lane.draft for lane in lanes], rooms)
+        drafts = self.proposals(lanes, speculator) if speculator else [[] for _ in lanes]
         width = max(map(len, drafts)) + 1
         runs = [[lane.row.generated[-1], *own] for lane, own in zip(lanes, drafts, strict=True)]
-        batch = self._batch("verify", lanes, [[*run, *[0] * (width - len(run))] for run in runs])
+        batch = self.batch("verify", lanes, [[*run, *[0] * (width - len(run))] for run in runs])
         output = self.model.forward(batch, self.caches)
         columns = [row * width + column for row, run in enumerate(runs) for column in range(len(run))]
         decisions = decide_rows(self.model.logits(output.hidden[columns]), drafts, [lane.row for lane in lanes])
@@ -89,7 +92,7 @@ class DraftLoop:
             lane.length += count
             lane.count(len(own), count - 1)
 
-    def _batch(self, kind: Kind, lanes: list[Lane], tokens: list[list[int]]) -> Batch:
+    def batch(self, kind: Kind, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> Batch:
         lengths = [len(run) for run in tokens]
         positions = [lane.length + i for lane, run in zip(lanes, tokens, strict=True) for i in range(len(run))]
         assert max(positions) < self.pages * PAGE, "the test needs more pages"
