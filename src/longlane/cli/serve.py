@@ -36,21 +36,22 @@ def serve(
     config: ServerConfig = pick(ServerConfig, values)
     set_log_level(config.log_level)
     console = Console(highlight=False)
-    sock = listen(config.host, config.port)
-    state = open_session(engine_config, config, console)
-    with LoadingBars(console) as bars, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with listen(config.host, config.port) as sock:
+        state = open_session(engine_config, config, console)
+        with LoadingBars(console) as bars, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
-        def announce(ready: Ready) -> None:
-            bars.stop()
-            _announce(state, ready, console)
+            def announce(ready: Ready) -> None:
+                bars.stop()
+                _announce(state, ready, console)
 
-        runner.run(serve_http(state, sock, bars, announce))
+            runner.run(serve_http(state, sock, bars, announce))
 
 
 def set_log_level(level: str) -> None:
     if level not in LEVELS:
         raise ConfigError(f"--log-level {level}: must be one of {', '.join(LEVELS)}")
     logging.basicConfig(level=LEVELS[level], format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(max(LEVELS[level], logging.WARNING))
 
 
 def _announce(state: ServerState, ready: Ready, console: Console) -> None:

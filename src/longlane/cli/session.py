@@ -45,9 +45,10 @@ def _template(server: ServerConfig) -> str | None:
 
 
 class LoadingBars:
-    """One bar for each stage of loading. Call it with what the engine reports."""
+    """A bar for each stage of loading, or a line where no terminal shows bars. Call it with what the engine says."""
 
     def __init__(self, console: Console) -> None:
+        self._console = console
         self._progress = Progress(
             TextColumn("{task.description:<24}"),
             BarColumn(),
@@ -58,17 +59,21 @@ class LoadingBars:
         self._stages: dict[str, TaskID] = {}
 
     def __enter__(self) -> "LoadingBars":
-        self._progress.start()
+        if self._console.is_terminal:
+            self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self.stop()
 
     def stop(self) -> None:
-        self._progress.stop()
+        if self._console.is_terminal:
+            self._progress.stop()
 
     def __call__(self, loading: Loading) -> None:
         total = loading.total or None
         if loading.stage not in self._stages:
             self._stages[loading.stage] = self._progress.add_task(loading.stage, total=total)
+            if not self._console.is_terminal:
+                self._console.print(f"{loading.stage} ...")
         self._progress.update(self._stages[loading.stage], completed=loading.done, total=total)

@@ -1,0 +1,110 @@
+"""The command line: what it offers, how fast it answers, and how it refuses."""
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from longlane.cli import COMMANDS, app, load, main
+
+ROOT = Path(__file__).parents[3]
+FLAGS = (ROOT / "docs" / "flags.md").read_text()
+
+
+def test_help_names_every_command_and_loads_none() -> None:
+    code = (
+        "import sys; from longlane.cli import main; sys.argv = ['longlane', '--help']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'numpy', 'uvicorn', 'tokenizers', 'zmq'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [name for name in COMMANDS if not re.search(rf"^  {name} ", done.stdout, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("name", ["serve", "chat"])
+def test_the_server_side_never_loads_torch(name: str) -> None:
+    code = f"import sys, longlane.cli.{name}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str) -> None:
+    result = CliRunner().invoke(app, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert "Usage:" in result.output
+
+
+@pytest.mark.parametrize("name", ["serve", "chat"])
+def test_every_flag_is_documented(name: str) -> None:
+    flags = {opt for param in load(name).params for opt in [*param.opts, *param.secondary_opts] if opt.startswith("--")}
+    assert {"--kv-dtype", "--temperature"} <= flags
+    assert [flag for flag in sorted(flags - {"--help", "--cuda-graph"}) if f"`{flag}`" not in FLAGS] == []
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def refusal(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "argv", ["longlane", *args])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["serve", "nothing-here"], "nothing-here"),
+        (["chat", "nothing-here"], "nothing-here"),
+        (["serve", "tiny", "--log-level", "loud"], "--log-level loud"),
+        (["serve", "tiny", "--host", "999.1.1.1"], "--host 999.1.1.1"),
+        (["serve", "tiny", "--request-log-jsonl", "/nowhere/log"], "--request-log-jsonl"),
+        (["serve", str(ROOT / "pyproject.toml")], "pyproject.toml"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = ["--port", str(free_port())] if args[0] == "serve" else []
+    (line,) = refusal([*args, *port], capsys, monkeypatch).splitlines()
+    assert line.startswith("longlane: ")
+    assert message in line
+
+
+def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        (line,) = refusal(["serve", "tiny", "--port", port], capsys, monkeypatch).splitlines()
+    assert f"127.0.0.1:{port}" in line
+    assert "--port" in line
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--port", "0"],
+        ["--port", "65536"],
+        ["--temperature", "2.5"],
+        ["--kv-dtype", "int3"],
+        ["--kv-capacity", "some"],
+        ["--kv-capacity", "0"],
+        ["--max-concurrency"],
+        ["--max-concurrency", "0"],
+        ["--no-such-flag"],
+        ["--chat-template", "/nowhere"],
+    ],
+)
+def test_a_flag_out_of_range_stops_before_anything_is_loaded(args: list[str]) -> None:
+    result = CliRunner().invoke(app, ["serve", "tiny", *args])
+    assert result.exit_code == 2
+    assert args[0] in result.output
