@@ -10,7 +10,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from longlane.kernels.kv_codec import PAGE
 from longlane.layers.batch import Batch, Caches
 from longlane.models.qwen3_5.mtp import carry_hidden, previous_hidden
 
@@ -46,17 +48,21 @@ class MTPDrafter:
 
     @torch.inference_mode()
     def propose(self, batch: Batch, depth: int) -> list[list[int]]:
-        """`depth` tokens to follow the first token of each row, whose block table covers as many more."""
+        """`depth` tokens to follow the first token of each row. What lies beyond a row's pages falls on page 0, and
+        drafts there mean nothing.
+        """
         if depth == 0:
             return [[] for _ in batch.context]
         assert self._caches.carry is not None
         device = batch.slots.device
         token_ids = batch.token_ids[torch.tensor(batch.query_start[:-1], device=device)]
         contexts = torch.tensor(batch.context, dtype=torch.int32, device=device)
+        missing = (max(batch.context) + depth - 1) // PAGE + 1 - batch.block_table.shape[1]
+        table = functional.pad(batch.block_table, (0, max(missing, 0)))
         hidden = self._caches.carry.index_select(0, batch.slots)
         drafts = []
         for column in range(depth):
-            step = _single(batch, token_ids, contexts + column, column)
+            step = _single(batch, table, token_ids, contexts + column, column)
             hidden = self._head.forward(step, hidden, self._caches)
             token_ids = self._best(hidden)
             drafts.append(token_ids)
@@ -68,7 +74,7 @@ class MTPDrafter:
         return self._head.draft_ids[best] if self._reduced and self._head.draft_ids is not None else best
 
 
-def _single(batch: Batch, token_ids: Tensor, contexts: Tensor, column: int) -> Batch:
+def _single(batch: Batch, table: Tensor, token_ids: Tensor, contexts: Tensor, column: int) -> Batch:
     """One token a row, `column` slots past the batch's frontier. The head's positions are slots."""
     return Batch(
         kind="decode",
@@ -76,7 +82,7 @@ def _single(batch: Batch, token_ids: Tensor, contexts: Tensor, column: int) -> B
         positions=contexts.long(),
         query_start=tuple(range(batch.rows + 1)),
         context=tuple(context + column for context in batch.context),
-        block_table=batch.block_table,
+        block_table=table,
         slots=batch.slots,
         contexts=contexts,
     )

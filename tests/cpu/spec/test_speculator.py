@@ -1,5 +1,6 @@
 """Who drafts and how deep, with a head that always proposes the next numbers."""
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -26,6 +27,7 @@ class CountingHead:
 
     def forward(self, batch, hidden_prev, caches):
         self.passes += 1
+        batch.ragged()  # every slot must be in the block table
         return batch.token_ids[:, None].float()
 
     def fill(self, batch, hidden_prev, caches):
@@ -86,6 +88,14 @@ def test_rooms_and_depth_bound_every_row():
     assert bench.propose(lanes, [9, 2, 0]) == [[12, 13, 14, 15], [52, 53], []]
     assert bench.propose(lanes, [0, 0, 0]) == [[], [], []]
     assert bench.head.passes == 4
+
+
+def test_a_row_without_room_may_stand_at_the_end_of_its_pages():
+    bench = Bench("mtp", 5, rows=2)
+    lanes = [bench.open([10, 11]), bench.open(list(range(64)))]
+    first = batch("decode", [[11], [63]], [1, 63])
+    one_page = replace(first, block_table=torch.tensor([[1], [2]], dtype=torch.int32))
+    assert bench.speculator.propose(one_page, lanes, [5, 0]) == [[12, 13, 14, 15, 16], []]
 
 
 def test_head_drafts_no_deeper_than_it_can():
