@@ -81,12 +81,30 @@ def _convert(path: Path, document: Any, schema: type[_Root]) -> _Root:
     try:
         return msgspec.convert(document, schema)
     except msgspec.ValidationError as error:
-        problem = str(error)
-        if match := re.search(r"\$\.objects\[(\d+)\]", problem):
-            entry = document["objects"][int(match[1])]
-            name = entry.get("name", entry.get("id")) if isinstance(entry, dict) else None
-            problem = f"object {name!r}: {problem}"
+        problem = f"{_culprit(document, str(error))}{error}"
         fail(path, f"its directory breaks the schema: {problem}", "only the members of docs/formats.md are allowed")
+
+
+def _culprit(document: Any, problem: str) -> str:
+    """The name of the object, binding or component that `problem` is about, where it is about one."""
+    if match := re.search(r"\$\.objects\[(\d+)\]", problem):
+        entry = document["objects"][int(match[1])]
+        name = entry.get("name", entry.get("id")) if isinstance(entry, dict) else None
+        return f"object {name!r}: "
+    for member, schema in {"bindings": Binding, "components": Component}.items():
+        if f"$.{member}[...]" in problem:
+            return next(
+                (f"{member} {name!r}: " for name, value in document[member].items() if _fails(value, schema)), ""
+            )
+    return ""
+
+
+def _fails(value: Any, schema: type) -> bool:
+    try:
+        msgspec.convert(value, schema)
+    except msgspec.ValidationError:
+        return True
+    return False
 
 
 def _entry(path: Path, raw: Tensor | Resource | Tensor3 | Resource3, old: bool) -> Entry:

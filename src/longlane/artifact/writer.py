@@ -87,6 +87,7 @@ class ArtifactWriter:
         self.artifact_id = artifact_id or uuid.uuid4().bytes
         self._missing = set(self.entries)
         payload = placed[-1].offset + placed[-1].bytes
+        self._check_room(payload)
         if version == 2:
             assert identity is not None, "version 2 identifies its model"
             text = _directory_v2(self.path, identity, placed)
@@ -99,7 +100,7 @@ class ArtifactWriter:
             text, sizes, first = _split(self.path, root, payload, max_file_bytes)
         check_ranges(self.path, parse(self.path, version, text).objects, payload)
         self._outputs = _outputs(self.path, sizes, first)
-        self._check_targets(payload)
+        self._refuse_existing()
         self._create(pack_header(version, len(text), self.artifact_id) + text)
 
     def write(self, name: str, buffers: Data | Iterable[Data]) -> None:
@@ -181,11 +182,10 @@ class ArtifactWriter:
         except OSError as error:
             self._fail(error)
 
-    def _check_targets(self, payload: int) -> None:
+    def _check_room(self, payload: int) -> None:
         parent = self.path.parent
         if not parent.is_dir():
             fail(self.path, f"its directory {parent} does not exist", "create it first")
-        self._refuse_existing()
         free = shutil.disk_usage(parent).free
         if free < payload:
             fail(self.path, f"needs {payload} bytes, but {parent} has {free} free", "make room or choose another disk")
