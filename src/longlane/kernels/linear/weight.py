@@ -1,7 +1,8 @@
 """Packed weights as every linear route receives them: the planes of the file, unchanged, as tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 # Canonical names are those of container v3.
@@ -41,6 +42,20 @@ class PackedWeight:
     def nbytes(self) -> int:
         planes = (self.base, self.scale, self.high, self.minimum)
         return sum(p.numel() * p.element_size() for p in planes if p is not None)
+
+    def take(self, index: slice | Tensor) -> "PackedWeight":
+        """The rows `index` names, a slice or ids [n] int64: every plane has its rows first."""
+        high = None if self.high is None else self.high[index]
+        minimum = None if self.minimum is None else self.minimum[index]
+        base = self.base[index]
+        return replace(
+            self, shape=(base.shape[0], self.shape[1]), base=base, scale=self.scale[index], high=high, minimum=minimum
+        )
+
+    def to(self, device: torch.device | str) -> "PackedWeight":
+        high = None if self.high is None else self.high.to(device)
+        minimum = None if self.minimum is None else self.minimum.to(device)
+        return replace(self, base=self.base.to(device), scale=self.scale.to(device), high=high, minimum=minimum)
 
 
 Weight = Tensor | PackedWeight
