@@ -1,0 +1,188 @@
+"""What every GPU route must do, on any device and dtype: each function runs a route on poisoned, oddly strided inputs and
+compares it with the oracle. The interpreter runs them in float32, the GPU tests in bfloat16 too."""
+
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from longlane.kernels import kv_codec
+from longlane.kernels.attention import naive as naive_attention
+from longlane.kernels.gdn import Record
+from longlane.kernels.gdn import naive as naive_gdn
+from longlane.kernels.norm_rope import naive as naive_norm
+from longlane.kernels.ragged import Ragged
+from support.rows import make_rows
+
+EPS = 1e-6
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, slack: float = 1.0) -> None:
+    """Relative error of the whole, and no element further off than the dtype's rounding of the largest."""
+    got, want = got.float(), want.float()
+    assert torch.equal(got.isnan(), want.isnan()), "NaN where the oracle has none, or none where it has"
+    got, want = got.nan_to_num(), want.nan_to_num()
+    limit = slack * TOLERANCE[dtype]
+    error = (got - want).norm() / want.norm().clamp_min(1e-30)
+    assert error <= limit, f"relative error {error:.2e} above {limit:.2e}"
+    worst = (got - want).abs().max() / want.abs().max().clamp_min(1e-30)
+    assert worst <= 2 * limit, f"worst element off by {worst:.2e} of the largest"
+
+
+def norms(route: ModuleType, tokens: int, size: int, device: str, dtype: torch.dtype) -> None:
+    x, delta = torch.randn(2, tokens, size + 8, device=device).to(dtype)[..., :size]
+    weight = torch.randn(size, device=device)
+    assert_close(route.rms_norm(x, weight, EPS), naive_norm.rms_norm(x, weight, EPS), dtype)
+    total, normed = route.add_rms_norm(x, delta, weight, EPS)
+    want_total, want_normed = naive_norm.add_rms_norm(x, delta, weight, EPS)
+    assert torch.equal(total, want_total)
+    assert_close(normed, want_normed, dtype)
+    heads = torch.randn(tokens, 5, size, device=device).to(dtype)[:, 1:4]
+    gate = torch.randn(tokens, 4, size, device=device).to(dtype)[:, :3]
+    assert_close(
+        route.gated_rms_norm(heads, gate, weight, EPS), naive_norm.gated_rms_norm(heads, gate, weight, EPS), dtype
+    )
+
+
+def gates(route: ModuleType, tokens: int, size: int, device: str, dtype: torch.dtype) -> None:
+    both = torch.randn(tokens, 2 * size + 4, device=device).to(dtype)[:, : 2 * size]
+    assert_close(route.swiglu(both), naive_norm.swiglu(both), dtype)
+    x, gate = both.chunk(2, dim=-1)
+    for given in (gate, gate[:, :1]):
+        assert_close(route.sigmoid_gate(x, given), naive_norm.sigmoid_gate(x, given), dtype)
+
+
+def rotation(
+    route: ModuleType, tokens: int, size: int, half: int, device: str, dtype: torch.dtype, *, normed: bool
+) -> None:
+    fused = torch.randn(tokens, 9, size, device=device).to(dtype)
+    angle = torch.randn(tokens, half, device=device)
+    weights = [torch.randn(size, device=device) for _ in range(2)] if normed else [None, None]
+    inputs = (fused[:, :6], fused[:, 6:8], angle.cos(), angle.sin(), *weights, EPS)
+    for got, want in zip(route.qk_norm_rope(*inputs), naive_norm.qk_norm_rope(*inputs), strict=True):
+        assert_close(got, want, dtype)
+
+
+def rows_on(device: str, lengths: tuple[int, ...], context: tuple[int, ...], pages: int = 7) -> Ragged:
+    rows = make_rows(lengths, context, pages)
+    moved = {name: getattr(rows, name).to(device) for name in ("block_table", "slots", "starts", "contexts")}
+    return replace(rows, page=rows.page.to(device), offset=rows.offset.to(device), **moved)
+
+
+def filled_pages(
+    lengths: tuple[int, ...], context: tuple[int, ...], kv_heads: int, size: int, device: str, dtype: torch.dtype,
+    pages: int = 7,
+) -> kv_codec.KVPages:  # fmt: skip
+    """Pages with the rows' keys and values up to their last token, NaN in every cell beyond."""
+    rows = rows_on(device, tuple(a + b for a, b in zip(lengths, context, strict=True)), (0,) * len(lengths), pages)
+    shape = (len(lengths) * pages + 1, kv_heads, kv_codec.PAGE, size)
+    k_pages, v_pages = torch.full((2, *shape), torch.nan, device=device, dtype=dtype)
+    k, v = torch.randn(2, rows.tokens, kv_heads, size, device=device).to(dtype)
+    k_pages[rows.page, :, rows.offset], v_pages[rows.page, :, rows.offset] = k, v
+    return kv_codec.KVPages("float32" if dtype == torch.float32 else "bf16", k_pages, v_pages)
+
+
+def attention(
+    route: ModuleType, lengths: tuple[int, ...], context: tuple[int, ...], heads: int, kv_heads: int, size: int,
+    device: str, dtype: torch.dtype, *, first_slot: int = 0,
+) -> None:  # fmt: skip
+    rows = rows_on(device, lengths, context)
+    pages = filled_pages(lengths, context, kv_heads, size, device, dtype)
+    q = torch.randn(rows.tokens, heads + 1, size, device=device).to(dtype)[:, :heads]
+    arguments = dict(scale=size**-0.5, first_slot=first_slot)
+    assert_close(route.attend(q, pages, rows, **arguments), naive_attention.attend(q, pages, rows, **arguments), dtype)
+
+
+def columns_of_attention_are_independent(
+    route: ModuleType, contexts: tuple[int, ...], columns: int, heads: int, kv_heads: int, size: int, device: str,
+    dtype: torch.dtype, pages: int = 7,
+) -> None:  # fmt: skip
+    """A column of a verify step of many rows has the bits of a decode step of its row alone."""
+    lengths = (columns,) * len(contexts)
+    rows = rows_on(device, lengths, contexts, pages)
+    cache = filled_pages(lengths, contexts, kv_heads, size, device, dtype, pages)
+    q = torch.randn(rows.tokens, heads, size, device=device).to(dtype)
+    together = route.attend(q, cache, rows, scale=0.1)
+    for row, context in enumerate(contexts):
+        for column in range(columns):
+            alone = rows_on(device, (1,), (context + column,), pages)
+            alone = replace(alone, block_table=rows.block_table[row : row + 1])
+            token = row * columns + column
+            assert torch.equal(route.attend(q[token : token + 1], cache, alone, scale=0.1)[0], together[token])
+
+
+class Mixer:
+    """Inputs of a Gated DeltaNet step; slots that must not be read are NaN."""
+
+    def __init__(
+        self, rows: Ragged, geometry: tuple[int, int, int, int], device: str, dtype: torch.dtype, taps: int = 4
+    ) -> None:
+        value_heads, key_heads, value_dim, key_dim = geometry
+        self.rows, self.dtype = rows, dtype
+        channels = 2 * key_heads * key_dim + value_heads * value_dim
+        self.x = torch.randn(rows.tokens, channels + 8, device=device).to(dtype)[:, :channels]
+        self.a, self.b = torch.randn(rows.tokens, 2 * value_heads, device=device).to(dtype).chunk(2, dim=-1)
+        self.weight = torch.randn(taps, channels, device=device)
+        self.a_log, self.dt_bias = torch.randn(2, value_heads, device=device)
+        slots = rows.rows + 2
+        self.state = torch.full((slots, value_heads, value_dim, key_dim), torch.nan, device=device)
+        self.history = torch.full((slots, channels, taps - 1), torch.nan, device=device, dtype=dtype)
+        for slot, context in zip(rows.slots.tolist(), rows.context, strict=True):
+            if context:
+                self.state[slot].normal_()
+                self.history[slot].normal_()
+
+    def run(self, route: ModuleType, *, advance: bool, qkv: Tensor | None = None) -> tuple[Tensor, ...]:
+        """(convolved, mixed, state, history) after a step on copies of the caches; `qkv` replaces the mixer's input."""
+        state, history = self.state.clone(), self.history.clone()
+        convolved = route.causal_conv(self.x, self.weight, history, self.rows, advance=advance)
+        source = convolved if qkv is None else qkv
+        out = route.delta_rule(source, self.a, self.b, self.a_log, self.dt_bias, state, self.rows, advance=advance)
+        return convolved, out, state, history
+
+    def fold(self, route: ModuleType, qkv: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+        state, history = self.state.clone(), self.history.clone()
+        record = Record(self.x, qkv, self.a, self.b)
+        route.fold(record, accepted, self.a_log, self.dt_bias, state, history, self.rows)
+        return state, history
+
+
+def gdn(
+    route: ModuleType, lengths: tuple[int, ...], context: tuple[int, ...], geometry: tuple[int, int, int, int],
+    device: str, dtype: torch.dtype, *, advance: bool,
+) -> None:  # fmt: skip
+    case = Mixer(rows_on(device, lengths, context), geometry, device, dtype)
+    want = case.run(naive_gdn, advance=advance)
+    # The same mixer input for both, so that a rounding of the convolution is not counted twice.
+    got = case.run(route, advance=advance, qkv=want[0])
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, dtype)
+
+
+def fold_is_decode(
+    route: ModuleType, columns: int, contexts: tuple[int, ...], accepted: tuple[int, ...],
+    geometry: tuple[int, int, int, int], device: str, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Verify leaves the caches; fold moves them as that many decode steps do, and columns equal decode steps, bit for bit."""
+    rows = rows_on(device, (columns,) * len(contexts), contexts)
+    case = Mixer(rows, geometry, device, dtype)
+    qkv, verified, state, history = case.run(route, advance=False)
+    assert torch.equal(state.nan_to_num(7), case.state.nan_to_num(7))
+    assert torch.equal(history.nan_to_num(7), case.history.nan_to_num(7))
+    folded_state, folded_history = case.fold(route, qkv, torch.tensor(accepted, dtype=torch.int32, device=device))
+    for row, count in enumerate(accepted):
+        want_state, want_history = case.state.clone(), case.history.clone()
+        for column in range(count):
+            one = rows_on(device, (1,), (contexts[row] + column,))
+            one.slots.copy_(rows.slots[row : row + 1])
+            token = slice(columns * row + column, columns * row + column + 1)
+            convolved = route.causal_conv(case.x[token], case.weight, want_history, one, advance=True)
+            gate = (case.a[token], case.b[token], case.a_log, case.dt_bias)
+            assert torch.equal(convolved, qkv[token])
+            out = route.delta_rule(convolved, *gate, want_state, one, advance=True)
+            assert torch.equal(out, verified[token])
+        slot = rows.slots[row]
+        assert torch.equal(folded_state[slot].nan_to_num(7), want_state[slot].nan_to_num(7))
+        assert torch.equal(folded_history[slot].nan_to_num(7), want_history[slot].nan_to_num(7))
