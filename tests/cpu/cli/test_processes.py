@@ -1,0 +1,121 @@
+"""The programs a person starts, as processes: what they print, and how they end."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+LONGLANE = [sys.executable, "-c", "from longlane.cli import main; main()"]
+SMALL = ["--device", "cpu", "--max-context", "512", "--threads", "1"]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    return os.environ | {"COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+
+
+class Server:
+    def __init__(self, directory: Path, environment: dict[str, str]) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self.out, self.err, self.log = (directory / name for name in ("out", "err", "log.jsonl"))
+        command = [*LONGLANE, "serve", "tiny", *SMALL, "--port", str(port), "--request-log-jsonl", str(self.log)]
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen([*command, "--api-key", "k3y"], stdout=out, stderr=err, env=environment)
+
+    def wait_for(self, status: int, path: str) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.err.read_text()
+            try:
+                if httpx2.get(self.url + path).status_code == status:
+                    return
+            except httpx2.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"{path} never answered {status}")
+
+
+@pytest.fixture
+def server(tmp_path: Path, environment: dict[str, str]) -> Iterator[Server]:
+    server = Server(tmp_path, environment)
+    yield server
+    server.process.kill()
+    server.process.wait()
+
+
+def test_a_server_from_its_start_to_its_end(server: Server) -> None:
+    server.wait_for(503, "/ready")
+    server.wait_for(200, "/ready")
+    key = {"x-api-key": "k3y"}
+    body = {"model": "tiny-hybrid", "prompt": "The", "stream": True, "ignore_eos": True, "max_tokens": 400}
+    with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, headers=key, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        *_, last = [line for line in lines if line]
+    assert last == "data: [DONE]" or "shutting down" in last
+    assert server.process.wait(60) == 0
+    printed = server.out.read_text()
+    assert re.search(r"loading weights.*Memory plan.*KV: .*tokens.*is served at.*curl ", printed, re.DOTALL)
+    assert f"curl -N {server.url}/v1/chat/completions" in printed
+    events = [json.loads(line)["event"] for line in server.log.read_text().splitlines()]
+    assert events[:2] == ["server_start", "request_start"]
+    assert events[2] in ("request_done", "request_error")
+    assert "k3y" not in server.log.read_text() + printed + server.err.read_text()
+    assert "Traceback" not in server.err.read_text()
+
+
+def test_a_server_told_to_stop_while_loading(server: Server) -> None:
+    server.wait_for(503, "/ready")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 0
+
+
+def test_what_the_engine_refuses_ends_the_program(environment: dict[str, str]) -> None:
+    command = [*LONGLANE, "serve", "tiny", *SMALL, "--port", str(free_port()), "--memory-bytes", "1000000"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("longlane: ")]
+    assert "memory" in line
+    assert "Traceback" not in done.stderr
+
+
+def test_one_answer_in_the_terminal(environment: dict[str, str]) -> None:
+    ask = ["chat", "tiny", *SMALL, "--no-thinking", "--greedy", "--prompt", "Count from 1 to 9."]
+    done = subprocess.run([*LONGLANE, *ask], capture_output=True, text=True, env=environment, timeout=120, check=True)
+    assert done.stdout.startswith("1, 2, 3, 4, 5, 6, 7, 8, 9\n")
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(
+        r"TTFT \d+ ms \| prefill [\d.]+ t/s \(\d+ tokens\) \| decode [\d.]+ t/s \(\d+ tokens\) .*", last
+    )
+
+
+def test_a_conversation_in_which_an_answer_is_stopped(environment: dict[str, str]) -> None:
+    command = [*LONGLANE, "chat", "tiny", *SMALL, "--no-thinking", "--greedy"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes) as chat:
+        try:
+            chat.stdin.write("Count from 1 to 50.\n")
+            chat.stdin.flush()
+            assert chat.stdout.read(8) == "> 1, 2, "
+            os.killpg(chat.pid, signal.SIGINT)
+            out, _ = chat.communicate("Count from 1 to 9.\n", timeout=120)
+        finally:
+            chat.kill()
+    assert "> 1, 2, 3, 4, 5, 6, 7, 8, 9\n" in out
+    assert out.count("TTFT") == 1
+    assert chat.returncode == 0
