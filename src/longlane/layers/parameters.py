@@ -12,12 +12,13 @@ from longlane.kernels.linear import Prepared, Weight, prepare
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The weights below `prefix`, to be placed on `device` for activations of `dtype`."""
+    """The weights below `prefix`, to be placed on `device` for activations of `dtype`; `packed` as in `prepare`."""
 
     weights: Mapping[str, Weight]
     device: torch.device
     dtype: torch.dtype
     prefix: str = ""
+    packed: bool = False
 
     def at(self, prefix: str) -> "Parameters":
         return replace(self, prefix=f"{self.prefix}{prefix}/")
@@ -46,5 +47,5 @@ class Parameters:
             weights: list[Weight] = list(run)
             if dense and len(weights) > 1:
                 weights = [torch.cat([w.to(self.device, self.dtype) for w in weights if isinstance(w, Tensor)])]
-            prepared += [prepare(weight, device=self.device, dtype=self.dtype) for weight in weights]
+            prepared += [prepare(w, device=self.device, dtype=self.dtype, packed=self.packed) for w in weights]
         return prepared

@@ -37,15 +37,20 @@ class LoadedModel:
 
 
 def load_model(
-    path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, weights: WeightsMode = "auto"
+    path: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    packed: bool = False,
+    weights: WeightsMode = "auto",
 ) -> LoadedModel:
-    """Load an artifact, a Hugging Face directory or a GGUF file.
+    """Load an artifact, a Hugging Face directory or a GGUF file. `packed` asks for fast routes, not exact ones.
 
     Raises:
         ArtifactError, CheckpointError: when it cannot be read, or does not hold the model its config describes.
     """
     config, tensors = load_weights(path, weights, device)
-    model = build(config, tensors, device=device, dtype=dtype, source=path)
+    model = build(config, tensors, device=device, dtype=dtype, packed=packed, source=path)
     info = ModelInfo(
         name=path.stem if path.is_file() else path.name,
         family="llama" if family(config, path) == LLAMA else "qwen3_5",
@@ -63,13 +68,14 @@ def build(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    packed: bool = False,
     source: Path = Path(),
 ) -> Decoder:
     """The model that `config` describes, from weights under artifact names. Raises CheckpointError."""
     device = torch.device(device)
     if family(config, source) == LLAMA:
-        return llama_text.build(llama_config.parse(config), weights, device=device, dtype=dtype)
-    return qwen35_text.build(qwen35_config.parse(config, source), weights, device=device, dtype=dtype)
+        return llama_text.build(llama_config.parse(config), weights, device=device, dtype=dtype, packed=packed)
+    return qwen35_text.build(qwen35_config.parse(config, source), weights, device=device, dtype=dtype, packed=packed)
 
 
 def cache_spec(config: Mapping[str, Any], *, mtp: bool, source: Path = Path()) -> CacheSpec:

@@ -15,17 +15,25 @@ from longlane.layers.parameters import Parameters
 from longlane.layers.rope import Rope
 from longlane.models.decoder import Decoder
 from longlane.models.llama.config import LlamaConfig
+from longlane.models.llama.native import accelerated
 from longlane.models.weights import check_weights
 
 
-def build(config: LlamaConfig, weights: Mapping[str, Weight], *, device: torch.device, dtype: torch.dtype) -> Decoder:
+def build(
+    config: LlamaConfig,
+    weights: Mapping[str, Weight],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    packed: bool = False,
+) -> Decoder:
     """The model on `device`, computing in `dtype`. Raises CheckpointError when weights and config disagree."""
     head = {"text/output_head": (config.vocab_size, config.hidden_size)}
     required = shapes(config) | ({} if config.tie_word_embeddings else head)
     check_weights(weights, required, head, ignored=())
-    params = Parameters(weights, device, dtype, "text/")
+    params = Parameters(weights, device, dtype, "text/", packed)
     embedding = Embedding(params, "token_embedding")
-    return Decoder(
+    model = Decoder(
         spec=cache_spec(config),
         embedding=embedding,
         blocks=[_block(config, params.at(f"layers/{layer}"), layer) for layer in range(config.num_hidden_layers)],
@@ -33,6 +41,7 @@ def build(config: LlamaConfig, weights: Mapping[str, Weight], *, device: torch.d
         head=output_head(params, "output_head", embedding, "token_embedding"),
         rope=Rope(config.head_dim, config.rope_theta, dtype, device),
     )
+    return accelerated(config, params, model) if packed else model
 
 
 def cache_spec(config: LlamaConfig) -> CacheSpec:

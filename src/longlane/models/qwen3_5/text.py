@@ -1,6 +1,7 @@
 """The Qwen3.5 text model, dense or MoE, built from the layers of `longlane.layers`."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,13 +28,20 @@ from longlane.models.weights import check_weights
 _OTHERS = ("vision/", "dflash/", "dflash2/")
 
 
-def build(config: Qwen35Config, weights: Mapping[str, Weight], *, device: torch.device, dtype: torch.dtype) -> Decoder:
+def build(
+    config: Qwen35Config,
+    weights: Mapping[str, Weight],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    packed: bool = False,
+) -> Decoder:
     """The model on `device`, computing in `dtype`, with its MTP head where the weights hold one.
 
     Raises CheckpointError when weights and config disagree.
     """
     _check(config, weights)
-    params = Parameters(weights, device, dtype, "text/")
+    params = Parameters(weights, device, dtype, "text/", packed)
     embedding = Embedding(params, "token_embedding")
     head = output_head(params, "output_head", embedding, "token_embedding")
     rope_parameters = config.rope_parameters
@@ -111,7 +119,7 @@ def _block(config: Qwen35Config, params: Parameters, mixer: Callable[[Parameters
 
 
 def _mtp(config: Qwen35Config, text: Parameters, embedding: Embedding, head: Linear, rope: Rope) -> MTPHead:
-    params = Parameters(text.weights, text.device, text.dtype, "mtp/")
+    params = replace(text, prefix="mtp/")
     mixer = partial(_attention, config, index=config.attention_layers, first_slot=1)
     mtp = MTPHead(params, embedding, _block(config, params.at("layer"), mixer), head, rope, config.rms_norm_eps)
     if text.has("draft_head"):
