@@ -59,9 +59,8 @@ def logits_of(hidden: Tensor) -> Tensor:
 
 
 class HashModel:
-    """`forward`, `logits`, `fold`, `spec` and `vocab_size` of a real model. `steps` counts forward passes."""
+    """`forward`, `logits`, `fold` and `spec` of a real model. `steps` counts forward passes."""
 
-    vocab_size = VOCAB
     spec = SPEC
 
     def __init__(self) -> None:

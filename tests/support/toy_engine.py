@@ -71,7 +71,7 @@ class Guesser:
 
 def build(config: EngineConfig, *, pages: int, speculator: Guesser | None = None, clock: Clock | None = None) -> Engine:
     lanes = config.max_concurrency
-    runner = Runner(HashModel(), poisoned_caches(pages, lanes), torch.device("cpu"))
+    runner = Runner(HashModel(), poisoned_caches(pages, lanes), torch.device("cpu"), VOCAB)
     memory = Memory(PagePool(pages), SlotPool(lanes), config.max_context or 1 << 20)
     return Engine(runner, memory, config, speculator, clock or Clock())
 

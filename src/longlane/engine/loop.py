@@ -148,10 +148,10 @@ class Engine:
     def _accept(self, request: Request) -> Job:
         config, now = self._config, self._clock()
         check_queue(len(self._running), len(self._waiting), config.max_concurrency, config.max_pending_requests)
-        check_request(request, self._runner.model.vocab_size)
+        check_request(request, self._runner.vocab_size)
         allowed = self._memory.allowed_new(len(request.token_ids), request.max_tokens)
         request = msgspec.structs.replace(request, max_tokens=allowed)
-        row = RowState(request, self._runner.model.vocab_size)
+        row = RowState(request, self._runner.vocab_size)
         timeout = request.pending_timeout_s
         self._arrivals += 1
         return Job(

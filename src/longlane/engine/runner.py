@@ -14,8 +14,6 @@ from longlane.layers.batch import Batch, Caches, CacheSpec, Kind, Output, Record
 class Model(Protocol):
     """What the engine needs of a model, see `docs/architecture.md`."""
 
-    vocab_size: int
-
     @property
     def spec(self) -> CacheSpec: ...
 
@@ -40,12 +38,13 @@ class Computed:
 
 
 class Runner:
-    """One model on one device."""
+    """One model on one device. vocab_size: the tokens that may be sampled."""
 
-    def __init__(self, model: Model, caches: Caches, device: torch.device) -> None:
+    def __init__(self, model: Model, caches: Caches, device: torch.device, vocab_size: int) -> None:
         self.model = model
         self.caches = caches
         self.device = device
+        self.vocab_size = vocab_size
 
     def batch(self, kind: Kind, rows: Sequence[Row]) -> Batch:
         return build_batch(kind, rows, self.device)

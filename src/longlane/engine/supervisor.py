@@ -26,6 +26,8 @@ from longlane.errors import EngineError
 from longlane.types import Fatal, FromEngine, Ready, Shutdown, ToEngine
 
 EngineState = Literal["loading", "ready", "restarting", "dead"]
+# How long an engine may take to leave after its grace.
+FLUSH_S = 3.0
 ENGINE_COMMAND = (sys.executable, "-m", "longlane.engine.process")
 
 log = logging.getLogger(__name__)
@@ -163,10 +165,10 @@ class Supervisor:
             self.state = "dead"
             return
         self._stopping = True
+        if self.state == "ready" and self._process is not None:
+            self._process.send(Shutdown(grace_s=grace_s))
+            await asyncio.wait([self._task], timeout=grace_s + FLUSH_S)
         if self._process is not None:
-            if self.state == "ready":
-                self._process.send(Shutdown(grace_s=grace_s))
-                await asyncio.wait([self._task], timeout=grace_s + 2.0)
             self._process.kill()
         await asyncio.wait([self._task])
 
@@ -233,10 +235,13 @@ class Supervisor:
         return len(self._deaths) <= self._policy.max_restarts
 
     def _explain(self, how: str) -> EngineError:
+        """What open requests are told. Only a failed start, which its operator reads, speaks in the engine's words."""
         if self._stopping:
             return EngineError("the server is shutting down")
         if self._fatal is not None:
-            return EngineError(self._fatal.message, code=self._fatal.code)
+            log.error("engine: %s", self._fatal.message)
+            if self._first_ready is not None and not self._first_ready.done():
+                return EngineError(self._fatal.message, code=self._fatal.code)
         advice = "it is restarting, send the request again" if self.state == "restarting" else "it is not restarted"
         return EngineError(f"the engine process {how}; {advice}")
 

@@ -1,0 +1,114 @@
+"""From a configuration to an engine that is ready to serve: device, model, memory plan, caches."""
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+import psutil
+import torch
+
+from longlane.artifact.locate import resolve
+from longlane.config import EngineConfig
+from longlane.engine.loop import Engine
+from longlane.engine.runner import Runner
+from longlane.errors import ConfigError
+from longlane.layers.batch import new_caches
+from longlane.memory.manager import Memory
+from longlane.memory.pages import PagePool
+from longlane.memory.plan import DRIVER_BYTES, PlanRequest, activation_width, make_plan
+from longlane.memory.states import SlotPool
+from longlane.models.registry import LoadedModel, load_model
+from longlane.spec.speculator import Speculator, max_drafts
+from longlane.types import CacheSpec, Loading, MemoryPlan, Ready, Request, SamplingParams
+
+Progress = Callable[[Loading], None]
+
+DEFAULT_CONTEXT = 8192
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
+
+log = logging.getLogger(__name__)
+
+
+def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
+    """Load the model, allocate what the plan says, run one request through. Raises a `LonglaneError` that says what to
+    change."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device, dtype = choose_device(config.device), config.dtype
+    if dtype == "auto":
+        dtype = "bf16" if device.type == "cuda" else "float32"
+    path = resolve(config.model)
+    progress(Loading(stage="loading weights", done=0, total=1))
+    # float32 and float64 by name are the exact routes.
+    packed = config.dtype in ("auto", "bf16")
+    loaded = load_model(path, device=device, dtype=DTYPES[dtype], packed=packed, weights=config.weights)
+    progress(Loading(stage="loading weights", done=1, total=1))
+    spec = loaded.spec if "mtp" in config.spec else msgspec.structs.replace(loaded.spec, mtp_layers=0)
+    kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
+    plan = plan_memory(config, loaded, spec, kv_dtype, device)
+    caches = new_caches(
+        spec, pages=plan.kv_pages + 1, slots=plan.lanes + 1, codec=kv_dtype, dtype=DTYPES[dtype], device=device
+    )
+    speculator = None if config.spec == "off" else Speculator(config, loaded.model.mtp, caches)
+    runner = Runner(loaded.model, caches, device, loaded.info.vocab_size)
+    memory = Memory(PagePool(plan.kv_pages), SlotPool(plan.lanes), plan.max_context)
+    progress(Loading(stage="warming up", done=0, total=1))
+    warm_up(Engine(runner, memory, config, speculator))
+    progress(Loading(stage="warming up", done=1, total=1))
+    return Engine(runner, memory, config, speculator), Ready(model=loaded.info, plan=plan)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a flag means. Raises `ConfigError` for one that this machine or this build lacks."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"--device {name} is not known; use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name} is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: this machine shows {torch.cuda.device_count()} CUDA devices; use cpu")
+    return device
+
+
+def plan_memory(
+    config: EngineConfig, loaded: LoadedModel, spec: CacheSpec, kv_dtype: str, device: torch.device
+) -> MemoryPlan:
+    """The plan for what is loaded, on what this machine has. Raises `PlanError`."""
+    on_card = device.type == "cuda"
+    drafts = 0 if config.spec == "off" else max_drafts(config.draft_tokens, lookup="lookup" in config.spec)
+    native = loaded.info.max_context
+    return make_plan(
+        PlanRequest(
+            device_bytes=config.memory_bytes or device_bytes(device) + (0 if on_card else loaded.info.weights_bytes),
+            spec=spec,
+            weights={"all": loaded.info.weights_bytes},
+            vocab_size=loaded.info.vocab_size,
+            width=activation_width(loaded.config),
+            kv_dtype=kv_dtype,
+            lanes=config.max_concurrency,
+            max_context=min(native, DEFAULT_CONTEXT) if config.max_context is None else config.max_context,
+            kv_capacity=config.kv_capacity,
+            prefill_chunk=config.prefill_chunk,
+            draft_tokens=drafts,
+            graphs=on_card and config.cuda_graph,
+            driver_bytes=DRIVER_BYTES if on_card else 0,
+        )
+    )
+
+
+def device_bytes(device: torch.device) -> int:
+    """All of a card; of the host, what is free now."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().available)
+
+
+def warm_up(engine: Engine) -> None:
+    """One short request: kernels compile, and what cannot run fails before anybody waits for it."""
+    greedy = SamplingParams(temperature=0.0)
+    engine.submit(Request(id="warm-up", token_ids=[0] * 8, max_tokens=2, sampling=greedy))
+    while not engine.idle:
+        engine.step()

@@ -1,0 +1,43 @@
+"""The engine's end of the sockets, without a process around it."""
+
+import msgspec
+import zmq
+
+from longlane.engine import process
+from longlane.engine.process import Link
+from longlane.types import Cancel, Fatal, FromEngine, Loading
+from support.toy_engine import settings
+
+
+def test_a_fault_at_start_is_told_to_the_parent(tmp_path):
+    def load(config, progress):
+        progress(Loading(stage="weights", done=0, total=1))
+        raise RuntimeError("a fault at start")
+
+    context = zmq.Context()
+    receiver = context.socket(zmq.PULL)
+    receiver.bind(f"ipc://{tmp_path}/from")
+    assert process.run(str(tmp_path), settings(), load) == 1
+    frames = [msgspec.msgpack.decode(receiver.recv(), type=list[FromEngine]) for _ in range(2)]
+    assert isinstance(frames[0][0], Loading)
+    assert frames[1] == [Fatal(message="RuntimeError: a fault at start", code="engine_fault")]
+    receiver.close()
+    context.term()
+
+
+def test_malformed_frames_are_dropped_and_the_next_is_read(tmp_path, caplog):
+    link = Link(str(tmp_path))
+    context = zmq.Context()
+    sender = context.socket(zmq.PUSH)
+    sender.connect(f"ipc://{tmp_path}/to")
+    for frame in (b"", b"\xc1garbage", msgspec.msgpack.encode({"type": "Unknown"}), b"\x80"):
+        sender.send(frame)
+    sender.send(msgspec.msgpack.encode(Cancel(id="a")))
+    messages = []
+    while not messages:
+        messages = link.receive(5.0)
+    assert messages == [Cancel(id="a")]
+    assert caplog.text.count("malformed frame") == 4
+    sender.close()
+    context.term()
+    link.close()
