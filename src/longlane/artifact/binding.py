@@ -6,7 +6,7 @@ the names of `inventory`. Only ranges are computed, nothing is read.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -79,8 +79,10 @@ def bind(bindings: Parameters, objects: Mapping[str, Entry], config: Mapping[str
     if not str(config.get("architectures")).startswith("['Qwen3_5"):
         return dict(bindings)
     available: dict[str, tuple[Part, ...]] = {}
-    for name, parts in bindings.items():
-        pieces = _pieces(name, config)
+    for stored, parts in bindings.items():
+        prefix, tail = _split_name(stored)
+        name = prefix + tail
+        pieces = [name] if tail in _EXPERTS else list(_pieces(name, config))
         if len(pieces) == 1:
             available[pieces[0]] = parts
         elif all(_target(piece, config) == name for piece in pieces):
@@ -97,14 +99,18 @@ def _join(
     available: Mapping[str, tuple[Part, ...]], objects: Mapping[str, Entry], config: Mapping[str, Any]
 ) -> dict[str, tuple[Part, ...]]:
     result: dict[str, tuple[Part, ...]] = {}
+    complete: dict[str, bool] = {}
     for name, parts in available.items():
         target = _target(name, config)
-        if target in result:
+        if target == name:
+            result[name] = parts
             continue
-        pieces = _pieces(target, config)
-        if target != name and all(piece in available for piece in pieces):
-            result[target] = _merge([part for piece in pieces for part in available[piece]], objects)
-        else:
+        if target not in complete:
+            complete[target] = all(piece in available for piece in _pieces(target, config))
+            if complete[target]:
+                found = (part for piece in _pieces(target, config) for part in available[piece])
+                result[target] = _merge(found, objects)
+        if not complete[target]:
             result[name] = parts
     return result
 
@@ -118,12 +124,17 @@ def _split_name(name: str) -> tuple[str, str]:
     return prefix, match[2]
 
 
-def _pieces(name: str, config: Mapping[str, Any]) -> list[str]:
-    """The logical pieces of a stored name, in row order; a name that is not fused is its own piece."""
+def _pieces(name: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """The logical pieces of a stored name, in row order; a name that is not fused is its own piece.
+
+    Lazily: a file may claim any number of experts.
+    """
     prefix, tail = _split_name(name)
-    if tail in _EXPERTS and (experts := range(_size(config, "num_experts"))):
-        return [f"{prefix}moe/experts/{expert}/{role}" for expert in experts for role in _EXPERTS[tail]]
-    return [prefix + piece for piece in _FUSED.get(tail, (tail,))]
+    if tail in _EXPERTS and (experts := _size(config, "num_experts")):
+        for expert in range(experts):
+            yield from (f"{prefix}moe/experts/{expert}/{role}" for role in _EXPERTS[tail])
+    else:
+        yield from (prefix + piece for piece in _FUSED.get(tail, (tail,)))
 
 
 def _target(piece: str, config: Mapping[str, Any]) -> str:
@@ -195,7 +206,7 @@ def _window(parts: Sequence[Part], spans: Sequence[tuple[int, int]], begin: int,
         position += last - first
 
 
-def _merge(parts: Sequence[Part], objects: Mapping[str, Entry]) -> tuple[Part, ...]:
+def _merge(parts: Iterable[Part], objects: Mapping[str, Entry]) -> tuple[Part, ...]:
     """Neighbouring ranges of one object joined, a complete one written as the whole object."""
     merged: list[tuple[str, int, int]] = []
     for part in parts:

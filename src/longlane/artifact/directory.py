@@ -32,13 +32,17 @@ from longlane.errors import ArtifactError
 
 __all__ = ["DAMAGED", "RESOURCES", "Entry", "check_ranges", "fail", "parse"]
 
+LONGEST = 300
 DAMAGED = "the file is damaged: fetch it again and compare its sha256, or convert it anew"
 
 _Root = TypeVar("_Root", Root1, Root2, Root3)
 
 
 def fail(path: Path, problem: str, fix: str = DAMAGED) -> NoReturn:
-    raise ArtifactError(f"{path}: {problem}; {fix}")
+    """Raise one printable line, whatever a file put into its names."""
+    shown = problem if len(problem) <= LONGEST else f"{problem[:LONGEST]}..."
+    line = f"{path}: {shown}; {fix}"
+    raise ArtifactError("".join(char if char.isprintable() else repr(char)[1:-1] for char in line))
 
 
 def parse(path: Path, version: int, text: bytes) -> Directory:

@@ -1,0 +1,173 @@
+"""What `longlane inspect` says of complete, incomplete and foreign files."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from longlane.artifact.container import Artifact, ArtifactWriter, Component, Entry
+from longlane.artifact.inspect import summarize, summarize_directory
+from longlane.artifact.inventory import SECTIONS, inventory
+from longlane.cli.inspect import inspect
+from longlane.errors import CheckpointError
+from support import artifact_files as files
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+TOKENIZER = b"{}"
+TINY = Path(__file__).parents[3] / "assets" / "tiny-hybrid"
+
+
+def write(path: Path, entries: Iterable[Entry], config: dict[str, Any] = CONFIG, **options: Any) -> Path:
+    """An artifact of zeros with a tokenizer."""
+    everything = [Entry.resource("frontend/tokenizer.json", len(TOKENIZER)), *entries]
+    text = Component(config=config, resources={"tokenizer.json": "frontend/tokenizer.json"})
+    options = {"components": {"text": text}} | options
+    with ArtifactWriter(path, entries=everything, **options) as writer:
+        writer.write("frontend/tokenizer.json", TOKENIZER)
+        for entry in everything[1:]:
+            writer.write(entry.name, bytes(entry.bytes))
+    return path
+
+
+def entries(*sections: Any, without: tuple[str, ...] = ()) -> list[Entry]:
+    items = inventory(CONFIG, sections)
+    return [Entry.tensor(item.name, item.format, item.shape) for item in items if item.name not in without]
+
+
+def problems(path: Path) -> list[str]:
+    with Artifact.open(path, known_formats=False) as artifact:
+        return summarize(artifact).problems
+
+
+def test_complete_files_have_no_problem(tmp_path: Path) -> None:
+    assert problems(write(tmp_path / "1", entries("text"))) == []
+    assert problems(write(tmp_path / "2", entries(*SECTIONS))) == []
+
+
+def test_numbers_of_a_summary(tmp_path: Path) -> None:
+    stored = entries("text", "mtp")
+    path = write(tmp_path / "m", stored, metadata={"name": "small"}, provenance={"by": "test"})
+    with Artifact.open(path) as artifact:
+        summary = summarize(artifact, objects=True, sha256=True)
+    assert summary.name == "small"
+    assert summary.architecture == "Qwen3_5ForCausalLM"
+    assert summary.tensors == len(stored)
+    assert summary.tensor_bytes == sum(entry.bytes for entry in stored)
+    assert {row.name: row.tensors for row in summary.formats} == {
+        format: sum(entry.format == format for entry in stored) for format in {entry.format for entry in stored}
+    }
+    assert sum(row.bytes for row in summary.formats) == summary.tensor_bytes
+    assert summary.resources == {"tokenizer.json": 2}
+    assert summary.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert len(summary.objects) == len(stored) + 1
+    assert summary.provenance == {"by": "test"}
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", entries("text", without=("text/layers/1/mlp/down", "text/final_norm")))
+    assert problems(path) == ["2 tensors of 25 missing from 'text': text/layers/1/mlp/down, text/final_norm"]
+
+
+@pytest.mark.parametrize("section", ["mtp", "vision", "dflash2", "draft_head"])
+def test_a_part_of_a_companion_is_not_enough(tmp_path: Path, section: Any) -> None:
+    stored = entries("text", section)
+    (problem,) = problems(write(tmp_path / "m", stored[:-1]))
+    assert stored[-1].name in problem
+    assert "all or nothing" in problem
+
+
+def test_a_shape_that_the_configuration_does_not_give(tmp_path: Path) -> None:
+    stored = entries("text", without=("text/final_norm",))
+    path = write(tmp_path / "m", [*stored, Entry.tensor("text/final_norm", "bf16", (63,))])
+    assert problems(path) == ["1 tensor of 'text' differ in shape from the configuration: text/final_norm"]
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "layer_types", "head_dim", "linear_num_key_heads"])
+@pytest.mark.parametrize("value", [None, "8", True, -1, 1 << 70, ["x"]])
+def test_configurations_that_make_no_sense(tmp_path: Path, name: str, value: Any) -> None:
+    (problem,) = problems(write(tmp_path / "m", entries("text"), CONFIG | {name: value}))
+    assert name in problem
+
+
+def test_unknown_architectures_and_models(tmp_path: Path) -> None:
+    (problem,) = problems(write(tmp_path / "3", entries("text"), CONFIG | {"architectures": ["GemmaForCausalLM"]}))
+    assert "GemmaForCausalLM" in problem
+    (problem,) = problems(write(tmp_path / "2", entries("text"), version=2, identity=("gemma", "x"), components=None))
+    assert "'gemma'" in problem
+
+
+def test_unknown_formats_rotation_and_no_tokenizer(tmp_path: Path) -> None:
+    directory = files.directory_v3()
+    directory["objects"][1]["format"] = "q3_g64_fp16"
+    directory["uses"][0]["auxiliaries"] = {"hadamard_signs": {"object": "w.v"}}
+    directory["components"]["text"]["resources"] = {}
+    path = tmp_path / "m"
+    path.write_bytes(files.build(3, directory))
+    found = " ".join(problems(path))
+    for word in ("1 tensor in unknown formats (q3_g64_fp16), first 'w.m'", "Hadamard", "tokenizer.json", "'Other'"):
+        assert word in found
+
+
+def test_notes_on_what_is_carried_but_not_used(tmp_path: Path) -> None:
+    text = Component(config=CONFIG, resources={"tokenizer.json": "frontend/tokenizer.json"})
+    components = {"text": text, "vision": Component(config={}, target="text")}
+    stored = entries("text", "vision", without=("text/output_head",))
+    head = Entry.tensor("text/output_head", "fp8_e4m3fn_row_bf16", (96, 64))
+    with Artifact.open(write(tmp_path / "m", [*stored, head], components=components)) as artifact:
+        summary = summarize(artifact)
+    assert summary.problems == []
+    assert len(summary.notes) == 2
+    assert "fp8_e4m3fn_row_bf16" in summary.notes[0]
+    assert "vision" in summary.notes[1]
+
+
+def run(*arguments: Any) -> str:
+    app = typer.Typer()
+    app.command()(inspect)
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_command_prints_text_and_json(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", entries("text"))
+    text = run(path, "--objects", "--sha256")
+    assert "This build can run it." in text
+    assert hashlib.sha256(path.read_bytes()).hexdigest() in text
+    assert "'text/layers/1/attention/query_key'" in text
+    document = json.loads(run(path, "--json"))
+    assert document["problems"] == []
+    assert document["tensors"] == 25
+    assert document["sha256"] is None
+    broken = write(tmp_path / "b", entries("text")[:-1])
+    assert "cannot run: 1 tensor of 25 missing" in run(broken)
+
+
+def test_directories_are_counted_too(tmp_path: Path) -> None:
+    summary = summarize_directory(TINY)
+    assert summary.architecture == "Qwen3_5ForCausalLM"
+    assert summary.files == 2
+    assert [(row.name, row.tensors) for row in summary.formats] == [("BF16", 123)]
+    assert summary.problems == []
+    assert "Hugging Face directory" in run(TINY)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        summarize_directory(tmp_path)
