@@ -90,6 +90,6 @@ def parse(config: Mapping[str, Any], source: Path = Path()) -> Qwen35Config:
         (parsed.num_attention_heads, parsed.num_key_value_heads, "num_attention_heads of num_key_value_heads"),
         (parsed.linear_num_value_heads, parsed.linear_num_key_heads, "linear_num_value_heads of linear_num_key_heads"),
     ):
-        if heads < 1 or width % heads:
+        if width % heads:
             raise CheckpointError(f"{source / 'config.json'}: {name}: {width} is not a multiple of {heads}")
     return parsed
