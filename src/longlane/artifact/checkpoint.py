@@ -29,7 +29,7 @@ class Model:
     """A source opened for reading.
 
     components: their configurations by name. items: in file order. resources: side files by role. recipe: its id.
-    files: everything read, for the report. notes: what was left out or assumed.
+    side_files, weight_files: everything read, for the report. notes: what was left out or assumed.
     """
 
     name: str
@@ -37,7 +37,8 @@ class Model:
     components: dict[str, dict[str, Any]]
     items: list[Item]
     resources: dict[str, bytes]
-    files: list[Path]
+    side_files: list[Path]
+    weight_files: list[Path]
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -68,7 +69,7 @@ def load_weights(
 def open_gguf(path: Path) -> Model:
     """A GGUF file of the llama family."""
     source = GgufModel(path)
-    return Model(path.stem, GGUF_RECIPE, {"text": source.config}, source.items(), source.resources, [path])
+    return Model(path.stem, GGUF_RECIPE, {"text": source.config}, source.items(), source.resources, [], [path])
 
 
 def open_directory(
@@ -113,8 +114,10 @@ def open_directory(
         components["dflash2"] = drafter.config
         sources.check(drafter, sources.dflash2_shapes(drafter.config, config, drafter.path))
         found += items("dflash2", recipe.dflash2(drafter.config), drafter)
-    files = [*source.files, *(drafter.files if drafter else [])]
-    return Model(path.resolve().name, HF_RECIPE, components, found, resources, files)
+    read = [source, drafter] if drafter else [source]
+    side_files = [file for checkpoint in read for file in checkpoint.side_files]
+    weight_files = [file for checkpoint in read for file in checkpoint.weight_files]
+    return Model(path.resolve().name, HF_RECIPE, components, found, resources, side_files, weight_files)
 
 
 def _promised(

@@ -44,7 +44,7 @@ def convert(source: Path, target: Path, options: Options, quiet: bool = False) -
     """
     started = time.monotonic()
     model = _open(source, options)
-    made = report.Report(model.recipe, report.describe(model.files), _flags(options), model.notes)
+    made = report.Report(model.recipe, report.describe(model.side_files), _flags(options), model.notes)
     entries = [Entry.resource(_frontend(role), len(data)) for role, data in model.resources.items()]
     entries += [Entry.tensor(item.name, item.format, item.shape) for item in model.items]
     writer = ArtifactWriter(
@@ -65,6 +65,7 @@ def convert(source: Path, target: Path, options: Options, quiet: bool = False) -
             weight, error = recipe.assemble(item, measure=True)
             writer.write(item.name, to_bytes(weight))
             made.add(writer.entries[item.name], error)
+        made.source |= report.describe(model.weight_files)
     made.write(target, time.monotonic() - started)
     return made
 
@@ -82,8 +83,8 @@ def _open(source: Path, options: Options) -> Model:
         return open_gguf(source)
     if options.container == "v2" and options.name not in IDENTITIES:
         raise CheckpointError(
-            f"container v2 has no identity for {options.name or source.name}; pass --name with one of "
-            f"{', '.join(IDENTITIES)} if the weights are of that model, or --container v3"
+            f"{source}: container v2 has no identity for {options.name or 'a model without a name'}; "
+            f"pass --name with one of {', '.join(IDENTITIES)} if it is that model, or --container v3"
         )
     draft_head = options.draft_head or (DraftHead() if options.container == "v2" else None)
     return open_directory(

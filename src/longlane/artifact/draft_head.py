@@ -42,7 +42,8 @@ class DraftHead:
             data = self.counts.read_bytes()
             if len(data) != 8 * vocab_size:
                 raise CheckpointError(
-                    f"{self.counts}: {len(data)} bytes, not {8 * vocab_size}: one little-endian int64 a token id"
+                    f"{self.counts}: {len(data)} bytes, not {8 * vocab_size}; "
+                    "it must hold one little-endian int64 a token id"
                 )
             return np.frombuffer(data, "<i8")
         counts = np.zeros(vocab_size, np.int64)

@@ -50,12 +50,12 @@ class GgufModel:
     def __init__(self, path: Path):
         self.path = path
         try:
-            self._reader = gguf.GGUFReader(path)
+            self.reader = gguf.GGUFReader(path)
         except (ValueError, OSError, IndexError) as error:
             raise CheckpointError(f"{path} is not a whole GGUF file ({error}); fetch it again") from None
         if (family := self._field("general.architecture")) != "llama":
             raise CheckpointError(f"{path}: GGUF architecture {family} is not supported; this build converts llama")
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self._read: set[str] = set()
         self.config = self._config()
         self.resources = self._resources()
@@ -77,7 +77,7 @@ class GgufModel:
         return found
 
     def _field(self, key: str, default: Any = None) -> Any:
-        field = self._reader.get_field(key)
+        field = self.reader.get_field(key)
         return default if field is None else field.contents()
 
     def _required(self, key: str) -> Any:
@@ -143,7 +143,10 @@ class GgufModel:
                 f"{self.path}: GGUF pre-tokenizer {pre} is not supported; this build reads {', '.join(PRE_TOKENIZERS)}"
             )
         merges = [tuple(merge.split(" ")) for merge in self._required("tokenizer.ggml.merges")]
-        tokenizer = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, merges))
+        try:
+            tokenizer = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, merges))
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise CheckpointError(f"{self.path}: its tokens and merges disagree ({error}); fetch it again") from None
         tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
         tokenizer.decoder = decoders.ByteLevel()
         types = self._required("tokenizer.ggml.token_type")

@@ -1,8 +1,13 @@
-"""Hugging Face checkpoints: a configuration, side files, and tensors read a few rows at a time from mapped files."""
+"""Hugging Face checkpoints: a configuration, side files, and tensors that are read a few rows at a time."""
 
+import json
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -11,21 +16,28 @@ from longlane.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SIDE_FILES = (".json", ".jinja")
-SOURCE_DTYPES = ("BF16", "F16", "F32")
+SOURCE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
+    """`offset` is where the values start in the file."""
+
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def row_bytes(self) -> int:
+        return prod(self.shape[1:]) * SOURCE_DTYPES[self.dtype].itemsize
 
 
 class Checkpoint:
     """A directory of safetensors files, lazily read.
 
-    `config` is `config.json` as it stands; `tensors` maps every name to its file, dtype and shape. A file is mapped
-    only while rows of it are read, so that a pass over a checkpoint never holds more than those rows.
+    `config` is `config.json` as it stands; `tensors` maps every name to its file, dtype and shape. Rows are read when
+    asked for and nothing stays mapped, so that a pass over a checkpoint never holds more than the rows in use.
     Raises CheckpointError naming the file and the cure.
     """
 
@@ -35,22 +47,30 @@ class Checkpoint:
         self.tensors = _open_tensors(path)
 
     @property
-    def files(self) -> list[Path]:
-        """The configuration, the weights and the side files, in order of name."""
-        weights = {info.file for info in self.tensors.values()}
-        return sorted(weights | {file for file in self.path.iterdir() if file.suffix in SIDE_FILES})
+    def side_files(self) -> list[Path]:
+        """The configuration, the index, and what belongs to the tokenizer."""
+        return sorted(file for file in self.path.iterdir() if file.suffix in SIDE_FILES)
+
+    @property
+    def weight_files(self) -> list[Path]:
+        return sorted({info.file for info in self.tensors.values()})
 
     def rows(self, name: str, begin: int, end: int | None) -> Tensor:
-        """Rows [begin, end) along the first axis, in the source's dtype; to the last where `end` is None."""
-        with safe_open(self.tensors[name].file, "pt") as file:
-            values: Tensor = file.get_slice(name)[begin:end]
-            return values.clone()
+        """Rows [begin, end) along the first axis, one or more, in the source's dtype; `end` None is the last."""
+        info = self.tensors[name]
+        begin, end, _ = slice(begin, end).indices(info.shape[0])
+        buffer = bytearray((end - begin) * info.row_bytes)
+        with info.file.open("rb") as file:
+            file.seek(info.offset + begin * info.row_bytes)
+            if file.readinto(buffer) != len(buffer):
+                raise CheckpointError(f"{info.file}: tensor {name} ends early; the file was cut, fetch it again")
+        return torch.frombuffer(buffer, dtype=SOURCE_DTYPES[info.dtype]).view(end - begin, *info.shape[1:])
 
     def gather(self, name: str, rows: Tensor) -> Tensor:
         """The given rows along the first axis, in the source's dtype."""
-        with safe_open(self.tensors[name].file, "pt") as file:
-            values: Tensor = file.get_tensor(name)[rows]
-            return values
+        info = self.tensors[name]
+        mapped = np.memmap(info.file, np.uint8, "r", info.offset, (info.shape[0], info.row_bytes))
+        return torch.from_numpy(mapped[rows.numpy()]).view(SOURCE_DTYPES[info.dtype]).view(-1, *info.shape[1:])
 
     def require(self, name: str) -> TensorInfo:
         if (info := self.tensors.get(name)) is None:
@@ -108,8 +128,16 @@ def _without_index(path: Path) -> dict[str, TensorInfo]:
 
 def _headers(file: Path) -> dict[str, TensorInfo]:
     try:
-        with safe_open(file, "pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: TensorInfo(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+        # Opened once by the library, which checks every range against the file.
+        with safe_open(file, "pt"):
+            pass
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header: dict[str, Any] = json.loads(opened.read(length))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is not a whole safetensors file ({error}); fetch that file again") from None
+    header.pop("__metadata__", None)
+    return {
+        name: TensorInfo(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }

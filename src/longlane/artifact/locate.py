@@ -14,16 +14,25 @@ TINY = Path(__file__).parents[3] / "assets" / "tiny-hybrid"
 
 
 def resolve(name: str) -> Path:
-    """The artifact file or Hugging Face directory behind `name`.
+    """The artifact file or Hugging Face directory behind `name`; a GGUF file is converted once, into the cache.
 
-    `demo` is SmolLM2-135M-Instruct out of an installed package, converted once into the cache; `tiny` the small
-    hybrid of the source checkout; a GGUF file is converted like the demo. Raises CheckpointError.
+    Raises CheckpointError.
+    """
+    path = find(name)
+    return _converted(path) if path.suffix == ".gguf" else path
+
+
+def find(name: str) -> Path:
+    """The file or directory behind `name`, as it is.
+
+    `demo` is SmolLM2-135M-Instruct out of an installed package, `tiny` the small hybrid of the source checkout;
+    anything else is a path. Raises CheckpointError with the nearest path there is.
     """
     path = Path(name).expanduser()
     if path.exists():
-        return _converted(path) if path.suffix == ".gguf" else path
+        return path
     if name == "demo":
-        return _converted(_demo_source())
+        return _demo_source()
     if name == "tiny":
         if TINY.is_dir():
             return TINY
@@ -34,7 +43,7 @@ def resolve(name: str) -> Path:
 def _near(path: Path) -> str:
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, siblings, n=1)
-    return f"did you mean {path.parent / close[0]}? Else " if close else ""
+    return f"did you mean {path.parent / close[0]}? Otherwise " if close else ""
 
 
 def _demo_source() -> Path:

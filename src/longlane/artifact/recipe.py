@@ -20,8 +20,8 @@ from longlane.artifact.sources import HEAD
 from longlane.errors import CheckpointError
 from longlane.kernels.linear.weight import PackedWeight, Weight
 
-# Source values read at a time: 32 MiB of bf16.
-CHUNK_VALUES = 1 << 24
+# Source values read at a time: 16 MiB once widened to float32, and a few times that while they are encoded.
+CHUNK_VALUES = 1 << 22
 VISION_BLOCK = {
     "attention/qkv": "attn.qkv",
     "attention/output": "attn.proj",

@@ -81,7 +81,11 @@ def describe(files: Iterable[Path]) -> dict[str, Any]:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
         start, end, model = KNOWN.get(file.name, ("-", "-", ""))
         known = model if digest.startswith(start) and digest.endswith(end) else None
-        described[file.name] = {"bytes": file.stat().st_size, "sha256": digest, "known_as": known}
+        described[f"{file.parent.name}/{file.name}"] = {
+            "bytes": file.stat().st_size,
+            "sha256": digest,
+            "known_as": known,
+        }
     return described
 
 

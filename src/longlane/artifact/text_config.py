@@ -84,14 +84,13 @@ def text_config(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
 def _architecture(config: Mapping[str, Any], text: Mapping[str, Any], source: Path) -> str:
     for spelling in (config.get("architectures"), text.get("architectures")):
         if isinstance(spelling, list) and spelling:
-            found = ARCHITECTURES.get(str(spelling[0]))
+            found = ARCHITECTURES.get(name := str(spelling[0]))
             break
     else:
-        spelling = config.get("model_type")
-        found = MODEL_TYPES.get(str(spelling))
+        found = MODEL_TYPES.get(name := str(config.get("model_type")))
     if found is None:
         raise CheckpointError(
-            f"{source / 'config.json'}: architecture {spelling} is not supported; "
+            f"{source / 'config.json'}: architecture {name} is not supported; "
             f"this build converts {', '.join(sorted(ARCHITECTURES))}"
         )
     return found

@@ -20,17 +20,17 @@ class Container(StrEnum):
 
 
 def convert(
-    source: Annotated[Path, Argument(help="A Hugging Face directory of the Qwen3.5 family, or a GGUF file.")],
+    source: Annotated[str, Argument(help="A Hugging Face directory of the Qwen3.5 family, or a GGUF file.")],
     target: Annotated[Path, Argument(help="The artifact to write, usually *.ninfer.")],
     weights: Annotated[Weights, Option(help="4 to 8 bits by role, 8 bits for every matrix, or as they are.")] = (
         Weights.GROUPWISE_INT
     ),
     container: Annotated[Container, Option(help="v2 only for the released models that it can name.")] = Container.V3,
     name: Annotated[str | None, Option(help="Public name of the model; for v2 the identity.")] = None,
-    dflash2_model: Annotated[Path | None, Option(help="Directory of a DFlash2 drafter to carry along.")] = None,
+    dflash2_model: Annotated[Path | None, Option(exists=True, help="Directory of a DFlash2 drafter to add.")] = None,
     draft_head_rows: Annotated[int | None, Option(min=1, help="Tokens of the reduced output head.")] = None,
-    draft_counts: Annotated[Path | None, Option(help="How often each token occurs: int64, little-endian.")] = None,
-    draft_text: Annotated[Path | None, Option(help="A UTF-8 text whose tokens are counted instead.")] = None,
+    draft_counts: Annotated[Path | None, Option(exists=True, help="Occurrences of each token: int64 values.")] = None,
+    draft_text: Annotated[Path | None, Option(exists=True, help="A UTF-8 text whose tokens are counted.")] = None,
     max_file_bytes: Annotated[int, Option(min=1 << 20, help="Split v3 into files of at most so many bytes.")] = (
         32_000_000_000
     ),
@@ -41,6 +41,7 @@ def convert(
     from longlane.artifact.convert import Options
     from longlane.artifact.convert import convert as run
     from longlane.artifact.draft_head import DraftHead
+    from longlane.artifact.locate import find
 
     draft_head = None
     if draft_head_rows or draft_counts or draft_text:
@@ -54,4 +55,4 @@ def convert(
         force=force,
         max_file_bytes=max_file_bytes,
     )
-    typer.echo(report.summary(run(source, target, options)))
+    typer.echo(report.summary(run(find(source), target, options)))

