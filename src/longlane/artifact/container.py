@@ -107,6 +107,11 @@ class Artifact:
         return name if isinstance(name, str) else self.identity[0] if self.identity else None
 
     @property
+    def rotated(self) -> bool:
+        """Whether matrices are stored multiplied by a Hadamard transform, which no route here undoes."""
+        return any("hadamard_signs" in use.get("auxiliaries", {}) for use in self.uses)
+
+    @property
     def file_count(self) -> int:
         return len(self._files)
 

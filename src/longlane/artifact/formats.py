@@ -252,8 +252,11 @@ def load(artifact: Artifact, name: str, device: str | torch.device = "cpu") -> W
     FP8 and NVFP4, which no linear route takes, become bfloat16.
 
     Raises:
-        ArtifactError: there is no such parameter, its parts do not fit together, or a scale is not finite.
+        ArtifactError: there is no such parameter, its parts do not fit together, a scale is not finite, or the
+            matrices are stored rotated.
     """
+    if artifact.rotated:
+        raise ArtifactError(f"{artifact.path}: weights are Hadamard-rotated; use an artifact without hadamard_signs")
     parts = artifact.parts(name)
     weights = [_load_part(artifact, name, part) for part in parts]
     kinds = {(format_of(weight), tuple(weight.shape[1:])) for weight in weights}

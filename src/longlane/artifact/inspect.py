@@ -122,7 +122,7 @@ def problems(artifact: Artifact) -> list[str]:
         found.append(f"unknown model {artifact.identity[0]!r}: this build cannot know its shape; container 3 says it")
     else:
         found += _unknown_architecture(config or {})
-    if any("hadamard_signs" in use.get("auxiliaries", {}) for use in artifact.uses):
+    if artifact.rotated:
         found.append("weights are stored Hadamard-rotated, which this build does not undo")
     if artifact.resource("tokenizer") is None:
         found.append("no tokenizer.json: text cannot be served; convert again from a complete directory")

@@ -439,3 +439,13 @@ def test_load_names_the_object_with_a_broken_scale(tmp_path: Path) -> None:
         writer.write("text/w", to_bytes(weight))
     with Artifact.open(path) as artifact, pytest.raises(ArtifactError, match=r"m\.ninfer: object 'text/w'"):
         load(artifact, "text/w")
+
+
+def test_rotated_weights_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.ninfer"
+    uses = [{"parameter": "w", "input": "x", "auxiliaries": {"hadamard_signs": {"object": "w"}}}]
+    entries = [Entry.tensor("w", "bf16", (4,))]
+    with ArtifactWriter(path, entries=entries, components={"text": Component(config={})}, uses=uses) as writer:
+        writer.write("w", bytes(8))
+    with Artifact.open(path) as artifact, pytest.raises(ArtifactError, match="Hadamard"):
+        load(artifact, "w")
