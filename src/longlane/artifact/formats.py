@@ -175,19 +175,24 @@ def to_bytes(weight: Stored) -> list[NDArray[np.uint8]]:
 
 
 def from_bytes(buffer: NDArray[np.uint8] | bytes, format: str, layout: str, shape: tuple[int, ...]) -> Stored:
-    """Tensors on the planes of `buffer`, without a copy. They must not be written to where the buffer is read-only.
+    """Tensors on the planes of `buffer`, without a copy unless it starts at an odd address.
+
+    They must not be written to where the buffer is read-only.
 
     Raises:
         LayoutError: format, layout and shape do not go together.
     """
     parts = planes(format, layout, shape)
-    assert len(buffer) == encoded_bytes(format, layout, shape)
+    data = np.frombuffer(buffer, np.uint8)
+    assert len(data) == encoded_bytes(format, layout, shape)
+    if data.ctypes.data % 4:
+        data = data.copy()
     tensors = {}
     for plane in parts:
         dtype = getattr(torch, plane.dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            flat = torch.frombuffer(buffer, dtype=dtype, count=prod(plane.shape), offset=plane.offset)
+            flat = torch.frombuffer(data, dtype=dtype, count=prod(plane.shape), offset=plane.offset)
         tensors[plane.name] = flat.view(plane.shape)
     if format in DTYPE:
         return tensors["words"]

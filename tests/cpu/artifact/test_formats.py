@@ -338,6 +338,12 @@ def test_bytes_and_back_share_memory(format: str) -> None:
     assert all(data.ctypes.data <= plane.data_ptr() < data.ctypes.data + len(data) for plane in planes)
 
 
+@pytest.mark.parametrize("format", ["fp32", "q4_g64_fp16", "nvfp4"])
+def test_bytes_at_an_odd_address_are_copied(format: str) -> None:
+    data = np.frombuffer(b"x" + pack(example(format)), np.uint8)[1:]
+    assert torch.equal(decode(from_bytes(data, format, LAYOUT[format], (128, 192))), decode(example(format)))
+
+
 def test_direct_words_keep_every_bit() -> None:
     words = torch.tensor([0x7FC1, -0x8000, 0x0001, 0x7F80, -0x0040], dtype=torch.int16).view(torch.bfloat16)
     assert pack(encode(words, "bf16")) == words.view(torch.uint8).numpy().tobytes()
