@@ -6,21 +6,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from msgspec import UNSET
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from longlane.artifact import recipe, report
 from longlane.artifact.checkpoint import Model, open_directory, open_gguf
-from longlane.artifact.container import ArtifactWriter, Component, Entry
-from longlane.artifact.directory import RESOURCES
+from longlane.artifact.container import ArtifactWriter, Component, Entry, Proposal
 from longlane.artifact.draft_head import DraftHead
 from longlane.artifact.formats import to_bytes
+from longlane.artifact.geometry import GEOMETRIES
+from longlane.artifact.schema import RESOURCES
+from longlane.artifact.text_config import SIZES
 from longlane.artifact.writer import MAX_FILE_BYTES
 from longlane.config import WeightsMode
 from longlane.errors import CheckpointError
 
-# What container v2 can name, and the weights it holds under that name.
+# What container v2 can name. It has no configuration of its own, so the name has to stand for one.
 IDENTITIES = ("qwen3.6-27b", "qwen3.8-27b", "qwen3.6-35b-a3b")
+GEOMETRY = (*SIZES, "layer_types", "tie_word_embeddings")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,24 +85,40 @@ def _frontend(role: str) -> str:
 def _open(source: Path, options: Options) -> Model:
     if source.is_file():
         return open_gguf(source)
-    if options.container == "v2" and options.name not in IDENTITIES:
+    if options.container == "v3":
+        return open_directory(source, options.weights, dflash2=options.dflash2_model, draft_head=options.draft_head)
+    if options.name not in IDENTITIES:
         raise CheckpointError(
             f"{source}: container v2 has no identity for {options.name or 'a model without a name'}; "
             f"pass --name with one of {', '.join(IDENTITIES)} if it is that model, or --container v3"
         )
-    draft_head = options.draft_head or (DraftHead() if options.container == "v2" else None)
-    return open_directory(
+    model = open_directory(
         source,
         options.weights,
-        identity=options.name if options.container == "v2" else None,
+        identity=options.name,
         dflash2=options.dflash2_model,
-        draft_head=draft_head,
+        draft_head=options.draft_head or DraftHead(),
     )
+    _check_identity(model, source, options.name)
+    return model
+
+
+def _check_identity(model: Model, source: Path, name: str) -> None:
+    """A version 2 file of `name` holds that model with MTP, vision and all side files, or it is none."""
+    text, known = model.components["text"], GEOMETRIES[name]
+    differing = [key for key in GEOMETRY if text[key] != known[key]]
+    missing = [part for part in ("mtp", "vision") if part not in model.components]
+    missing += [file for role, file in RESOURCES.items() if role not in model.resources]
+    if differing or missing:
+        why = f"{differing[0]} is {text[differing[0]]}" if differing else f"there is no {missing[0]}"
+        raise CheckpointError(f"{source}: {why}, so this is no whole {name} as container v2 holds it; use v3")
 
 
 def _components(model: Model) -> dict[str, Component]:
     files = {RESOURCES[role]: _frontend(role) for role in model.resources}
-    text = Component(config=model.components["text"], resources=files)
+    head = next((item for item in model.items if item.name == "text/draft_head"), None)
+    proposal = Proposal(domain="indexed", rows=head.shape[0]) if head else UNSET
+    text = Component(config=model.components["text"], resources=files, proposal=proposal)
     others = {name: Component(config=config, target="text") for name, config in model.components.items()}
     return {**others, "text": text}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import longlane
-from longlane.artifact.directory import Entry
+from longlane.artifact.schema import Entry
 
 GGUF_RECIPE = "gguf-llama-v1"
 HF_RECIPE = "qwen3_5-v1"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longlane.artifact.container import Artifact
-from longlane.artifact.directory import RESOURCES
+from longlane.artifact.schema import RESOURCES
 from longlane.artifact.text_config import read_json, text_config
 from longlane.errors import CheckpointError
 

@@ -16,10 +16,12 @@ from longlane.artifact.container import Artifact
 from longlane.artifact.convert import Options, convert
 from longlane.artifact.draft_head import DraftHead
 from longlane.artifact.formats import to_bytes
+from longlane.artifact.geometry import GEOMETRIES
 from longlane.artifact.resources import open_resources
 from longlane.artifact.rewrite import rewrite
 from longlane.artifact.sources import dflash2_shapes
 from longlane.artifact.text_config import text_config
+from longlane.errors import CheckpointError
 from longlane.kernels.linear.weight import Weight
 from support.random_checkpoint import (
     DENSE,
@@ -82,8 +84,10 @@ def scaled_27b(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "hf", tmp_path / "drafter"
 
 
-def test_a_27b_layout_has_the_published_objects(tmp_path: Path) -> None:
+def test_a_27b_layout_has_the_published_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, drafter = scaled_27b(tmp_path)
+    scaled = text_config(json.loads((source / "config.json").read_text()), source)
+    monkeypatch.setitem(GEOMETRIES, "qwen3.8-27b", scaled)
     options = Options(container="v2", name="qwen3.8-27b", dflash2_model=drafter)
     convert(source, tmp_path / "v2.ninfer", options, quiet=True)
     artifact = Artifact.open(tmp_path / "v2.ninfer")
@@ -104,6 +108,26 @@ def test_a_27b_layout_has_the_published_objects(tmp_path: Path) -> None:
     assert names[:7][-1] == "text/token_embedding"
     positions = [names.index(name) for name in LANDMARKS]
     assert positions == sorted(positions)
+    config, weights = load_weights(tmp_path / "v2.ninfer")
+    assert config == scaled
+    direct = load_weights(source, "groupwise-int", draft_head=DraftHead())[1]
+    carried = {name: weight for name, weight in weights.items() if not name.startswith("dflash2/")}
+    assert {name: bits(weight) for name, weight in carried.items()} == {n: bits(w) for n, w in direct.items()}
+    rewrite(artifact, tmp_path / "v3.ninfer", 3)
+    rewrite(Artifact.open(tmp_path / "v3.ninfer"), tmp_path / "back.ninfer", 2)
+    assert (tmp_path / "back.ninfer").read_bytes() == (tmp_path / "v2.ninfer").read_bytes()
+
+
+def test_v2_is_for_the_whole_of_a_released_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(container="v2", name="qwen3.8-27b")
+    write_checkpoint(tmp_path / "hf", multimodal(DENSE))
+    with pytest.raises(CheckpointError, match="vocab_size is 320, so this is no whole"):
+        convert(tmp_path / "hf", tmp_path / "a", options, quiet=True)
+    monkeypatch.setitem(GEOMETRIES, "qwen3.8-27b", text_config(DENSE, tmp_path))
+    convert(tmp_path / "hf", tmp_path / "a", options, quiet=True)
+    (tmp_path / "hf" / "preprocessor_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"there is no preprocessor_config.json, .*; use v3"):
+        convert(tmp_path / "hf", tmp_path / "b", options, quiet=True)
 
 
 LANDMARKS = [
@@ -149,14 +173,6 @@ LANDMARKS = [
     "dflash2/layers/4/mlp/down",
     "dflash2/candidate_selector/successor_codebook",
 ]
-
-
-def test_v2_to_v3_and_back_keeps_every_byte(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "hf", DENSE)
-    convert(tmp_path / "hf", tmp_path / "a", Options(container="v2", name="qwen3.8-27b"), quiet=True)
-    rewrite(Artifact.open(tmp_path / "a"), tmp_path / "b", 3)
-    rewrite(Artifact.open(tmp_path / "b"), tmp_path / "c", 2)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "c").read_bytes()
 
 
 def test_a_split_artifact_loads_like_a_whole_one(tmp_path: Path) -> None:
