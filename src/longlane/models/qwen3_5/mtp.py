@@ -75,14 +75,9 @@ def previous_hidden(batch: Batch, hidden: Tensor, caches: Caches) -> Tensor:
     """From the hidden [N, H] of a model step, the one before each of its tokens: the carry for a row's first token.
     A row that begins has none; it gets zeros, and its slot 0 is masked."""
     assert caches.carry is not None
-    shifted = hidden.roll(1, 0)
-    starts = list(batch.query_start[:-1])
-    first = caches.carry.index_select(0, batch.slots)
-    for row, context in enumerate(batch.context):
-        if context == 0:
-            first[row] = 0
-    shifted[starts] = first
-    return shifted
+    rows = batch.ragged()
+    first = caches.carry.index_select(0, batch.slots).where(rows.contexts[:, None] > 0, 0)
+    return hidden.roll(1, 0).index_copy_(0, rows.starts[:-1].long(), first)
 
 
 @torch.inference_mode()
@@ -90,8 +85,6 @@ def carry_hidden(batch: Batch, hidden: Tensor, caches: Caches, accepted: Tensor 
     """Keep, for the next step, the hidden of each row's last committed token: the last of the row, or that of column
     accepted - 1 (accepted [R] int64, at least 1) of a verify step."""
     assert caches.carry is not None
-    if accepted is None:
-        last = torch.tensor([end - 1 for end in batch.query_start[1:]], device=hidden.device)
-    else:
-        last = torch.tensor(batch.query_start[:-1], device=hidden.device) + accepted - 1
+    starts = batch.ragged().starts
+    last = (starts[1:] if accepted is None else starts[:-1] + accepted).long() - 1
     caches.carry.index_copy_(0, batch.slots, hidden.index_select(0, last))
