@@ -40,7 +40,7 @@ def model() -> NativeLlama:
         Layer(
             input_norm=NORMS[2 * i].clone(),
             post_norm=NORMS[2 * i + 1].clone(),
-            **{name: cpu.pack(weight) for name, (weight, _) in matrices.items()},
+            matrices={name: cpu.pack(weight) for name, (weight, _) in matrices.items()},
         )
         for i, matrices in enumerate(MATRICES)
     ]

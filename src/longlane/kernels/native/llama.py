@@ -1,24 +1,23 @@
 """All layers of a llama-family model in one native call."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from longlane.kernels.kv_codec.pages import PAGE, KVPages
-from longlane.kernels.linear.cpu import CMatrix, Matrix
+from longlane.kernels.linear.cpu import CMatrix, Matrix, buffer
+
+MATRICES = ("qkv", "output", "gate_up", "down")
 
 
 class _CLayer(ctypes.Structure):
     _fields_ = (
         ("input_norm", ctypes.c_void_p),
         ("post_norm", ctypes.c_void_p),
-        ("qkv", CMatrix),
-        ("output", CMatrix),
-        ("gate_up", CMatrix),
-        ("down", CMatrix),
+        *((name, CMatrix) for name in MATRICES),
     )
 
 
@@ -72,15 +71,12 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Norm weights [hidden] float32; qkv [(heads + 2 kv_heads) head_dim, hidden], output [hidden, heads head_dim],
-    gate_up [2 inner, hidden], down [hidden, inner]."""
+    """Norm weights [hidden] float32, and matrices: qkv [(heads + 2 kv_heads) head_dim, hidden],
+    output [hidden, heads head_dim], gate_up [2 inner, hidden], down [hidden, inner]."""
 
     input_norm: Tensor
     post_norm: Tensor
-    qkv: Matrix
-    output: Matrix
-    gate_up: Matrix
-    down: Matrix
+    matrices: Mapping[str, Matrix]
 
 
 class NativeLlama:
@@ -98,7 +94,7 @@ class NativeLlama:
         self._lib, self._width, self._half = lib, geometry.hidden, geometry.head_dim // 2
         self._page_shape = (geometry.kv_heads, PAGE, geometry.head_dim)
         # The C structures hold bare pointers; the tensors behind them live as long as this object.
-        layers = [replace(layer, gate_up=_interleave(layer.gate_up)) for layer in layers]
+        layers = _in_one_buffer(layers)
         self._owners = (layers, final_norm)
         self._geometry = _CGeometry(
             len(layers),
@@ -178,26 +174,40 @@ def _assert_rows(query_start: Sequence[int], context: Sequence[int], block_table
 
 def _assert_layer(layer: Layer, g: Geometry) -> None:
     query = g.heads * g.head_dim
-    assert layer.qkv.shape == (query + 2 * g.kv_heads * g.head_dim, g.hidden), layer.qkv.shape
-    assert layer.output.shape == (g.hidden, query), layer.output.shape
-    assert layer.gate_up.shape == (2 * g.inner, g.hidden), layer.gate_up.shape
-    assert layer.down.shape == (g.hidden, g.inner), layer.down.shape
+    shapes = {
+        "qkv": (query + 2 * g.kv_heads * g.head_dim, g.hidden),
+        "output": (g.hidden, query),
+        "gate_up": (2 * g.inner, g.hidden),
+        "down": (g.hidden, g.inner),
+    }
+    assert {name: matrix.shape for name, matrix in layer.matrices.items()} == shapes
     _assert_plain(layer.input_norm, g.hidden)
     _assert_plain(layer.post_norm, g.hidden)
 
 
-def _interleave(gate_up: Matrix) -> Matrix:
+def _in_one_buffer(layers: Sequence[Layer]) -> list[Layer]:
+    """The matrices behind each other in the order they are read."""
+    memory = buffer(sum(m.data.numel() for layer in layers for m in layer.matrices.values()))
+    placed, offset = [], 0
+    for layer in layers:
+        moved = {}
+        for name in MATRICES:
+            matrix = layer.matrices[name]
+            panels = _interleave(matrix.data) if name == "gate_up" else matrix.data
+            moved[name] = replace(
+                matrix, data=memory[offset : offset + panels.numel()].view(panels.shape).copy_(panels)
+            )
+            offset += panels.numel()
+        placed.append(replace(layer, matrices=moved))
+    return placed
+
+
+def _interleave(panels: Tensor) -> Tensor:
     """Panels in the order of `Llama::gated`: four of gate, then the four of up that meet them."""
-    gate, up = gate_up.data.reshape(2, -1, 4, *gate_up.data.shape[1:])
-    return replace(gate_up, data=torch.stack((gate, up), dim=1).reshape(gate_up.data.shape))
+    gate, up = panels.reshape(2, -1, 4, *panels.shape[1:])
+    return torch.stack((gate, up), dim=1).reshape(panels.shape)
 
 
 def _c_layer(layer: Layer) -> _CLayer:
-    return _CLayer(
-        layer.input_norm.data_ptr(),
-        layer.post_norm.data_ptr(),
-        layer.qkv.ctype(),
-        layer.output.ctype(),
-        layer.gate_up.ctype(),
-        layer.down.ctype(),
-    )
+    matrices = [layer.matrices[name].ctype() for name in MATRICES]
+    return _CLayer(layer.input_norm.data_ptr(), layer.post_norm.data_ptr(), *matrices)

@@ -69,5 +69,5 @@ def _layer(params: Parameters) -> Layer:
     return Layer(
         input_norm=params.vector("input_norm"),
         post_norm=params.vector("post_attention_norm"),
-        **{field: matrix(name) for field, name in _MATRICES.items()},
+        matrices={field: matrix(name) for field, name in _MATRICES.items()},
     )

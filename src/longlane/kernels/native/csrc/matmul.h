@@ -21,6 +21,7 @@ constexpr int kTile = 6;               // tokens that share one pass over a pane
 constexpr int kChunk = 32;             // panels that pass while a block of operands is in the first-level cache
 constexpr int kFirstLevel = 16 << 10;  // bytes of it that operands may take
 constexpr int kSecondLevel = 128 << 10;
+constexpr int kAhead = 1536;
 
 enum Format : int32_t { kNibbleMinimum = 0, kNibble = 1, kByte = 2 };
 
@@ -116,6 +117,9 @@ inline void tile(const uint8_t* block, const Operand* x, int groups, __m256* sum
   __m256 acc[T];
   for (int t = 0; t < T; ++t) acc[t] = sums[t];
   for (int g = 0; g < groups; ++g, block += block_bytes(F), x += T) {
+    // One column waits for memory: the lines of the blocks that come kAhead bytes later are asked for now.
+    if constexpr (T == 1)
+      for (int line = 0; line < block_bytes(F); line += 64) _mm_prefetch(block + kAhead + line, _MM_HINT_T0);
     __m256i dot[T];
     for (int t = 0; t < T; ++t) dot[t] = _mm256_setzero_si256();
     if constexpr (F == kByte) {
