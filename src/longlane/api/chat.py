@@ -10,7 +10,7 @@ from starlette.responses import Response
 from longlane.api.errors import json_response
 from longlane.api.generation import Delta, Ended, Event, Job, Opened, Shown
 from longlane.api.history import conversation
-from longlane.api.http import read_body, until_disconnect
+from longlane.api.http import body_of, until_disconnect
 from longlane.api.prepare import log_details, make_job, new_id
 from longlane.api.record import Record
 from longlane.api.reply import JSON, Reply, token_text
@@ -63,10 +63,9 @@ async def chat_completions(http: HttpRequest) -> Response:
     record = Record(server.request_log, http.state.request_id, "openai_chat")
     with record.preparing():
         server.require_serving()
-        body = await read_body(http, server.config.max_request_mib << 20)
-        request, job, details = await until_disconnect(
-            http.receive, asyncio.to_thread(_parse_and_prepare, server, body)
-        )
+        async with body_of(http, server.config.max_request_mib << 20, server.large_body) as body:
+            prepared = await until_disconnect(http.receive, asyncio.to_thread(_parse_and_prepare, server, body))
+        request, job, details = prepared
         record.start(job, details)
     form = ChatForm(server.frontend.tokenizer, bool(request.logprobs))
     reply = Reply(server, record, job, form, new_id("chatcmpl"))
@@ -92,8 +91,8 @@ def prepare(server: ServerState, request: ChatRequest) -> tuple[Job, dict[str, A
     if prefill:
         # An answer that has begun has left its thoughts behind.
         options["enable_thinking"] = False
-    server.require_room(sum(len(turn["content"].encode()) for turn in turns), "messages")
-    prompt = server.frontend.encode_chat(turns, prefill=prefill, options=options)
+    context = server.require_serving().plan.max_context
+    prompt = server.frontend.encode_chat(turns, prefill=prefill, options=options, limit=context)
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     job = make_job(server, request, [prompt], limit, top_logprobs)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from longlane.api.errors import json_response
 from longlane.api.generation import Delta, Ended, Event, Job, Opened, Shown
-from longlane.api.http import read_body, until_disconnect
+from longlane.api.http import body_of, until_disconnect
 from longlane.api.prepare import log_details, make_job, new_id
 from longlane.api.record import Record
 from longlane.api.reply import JSON, Reply, token_text
@@ -64,8 +64,8 @@ async def completions(http: HttpRequest) -> Response:
     record = Record(server.request_log, http.state.request_id, "openai_completions")
     with record.preparing():
         server.require_serving()
-        body = await read_body(http, server.config.max_request_mib << 20)
-        request, job, echoes = await until_disconnect(http.receive, asyncio.to_thread(prepare, server, body))
+        async with body_of(http, server.config.max_request_mib << 20, server.large_body) as body:
+            request, job, echoes = await until_disconnect(http.receive, asyncio.to_thread(prepare, server, body))
         record.start(job, log_details(request, job) | {"prompt_count": len(job.first_choices)})
     form = CompletionForm(server.frontend.tokenizer, request.logprobs is not None, echoes)
     reply = Reply(server, record, job, form, new_id("cmpl"))
@@ -102,8 +102,7 @@ def _prompts(prompt: str | list[Any]) -> list[tuple[str, Any]]:
 
 def _token_ids(server: ServerState, prompt: Any, where: str) -> list[int]:
     if isinstance(prompt, str):
-        server.require_room(len(prompt.encode()), where)
-        ids = server.frontend.tokenizer.encode_prompt(prompt)
+        ids = server.frontend.encode_prompt(prompt, server.require_serving().plan.max_context)
     elif isinstance(prompt, list) and all(type(item) is int for item in prompt):
         ids = prompt
     else:

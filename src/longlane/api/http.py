@@ -1,10 +1,11 @@
 """The HTTP side of a request: bounded bodies, clients that leave, keys and request ids."""
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import uuid
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,32 +19,45 @@ T = TypeVar("T")
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 BODY_SILENCE_S = 30.0
+LARGE_BODY = 8 << 20
 
 log = logging.getLogger(__name__)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, of at most `limit` bytes; raises `RequestError` 413 when longer and 408 when it stops coming."""
+@contextlib.asynccontextmanager
+async def body_of(request: Request, limit: int, large: asyncio.Lock) -> AsyncIterator[bytes]:
+    """The body, of at most `limit` bytes. A large one is read and used under the lock, so that memory stays bounded.
+
+    Raises `RequestError` 413 when it is longer and 408 when it stops coming, `ClientDisconnected` when it is cut.
+    """
     too_large = RequestError(
         f"the body is longer than {limit} bytes (--max-request-mib)", code="request_too_large", status=413
     )
     if int(request.headers.get("content-length") or 0) > limit:
         raise too_large
     parts: list[bytes] = []
-    size = 0
-    while True:
-        try:
-            message = await asyncio.wait_for(request.receive(), BODY_SILENCE_S)
-        except TimeoutError:
-            raise RequestError("the body stopped coming", code="request_timeout", status=408) from None
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
-            raise too_large
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    size, more = 0, True
+    async with contextlib.AsyncExitStack() as stack:
+        while more:
+            message = await _next_part(request)
+            parts.append(message.get("body", b""))
+            more = message.get("more_body", False)
+            if size <= LARGE_BODY < size + len(parts[-1]):
+                await stack.enter_async_context(large)
+            size += len(parts[-1])
+            if size > limit:
+                raise too_large
+        yield b"".join(parts)
+
+
+async def _next_part(request: Request) -> Message:
+    try:
+        message = await asyncio.wait_for(request.receive(), BODY_SILENCE_S)
+    except TimeoutError:
+        raise RequestError("the body stopped coming", code="request_timeout", status=408) from None
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnected
+    return message
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -73,8 +87,7 @@ class Guard:
         self._key = api_key.encode() if api_key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
+        assert scope["type"] == "http", "the server runs without lifespan and websockets"
         request_id = f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
         started = False

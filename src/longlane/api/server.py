@@ -19,6 +19,8 @@ GRACE_S = 8.0
 # acknowledge.
 DEAD_PEER_MS = 15_000
 BACKLOG = 2048
+# Longer than SDKs keep an idle connection, so that they do not send a request into a closing one.
+KEEP_ALIVE_S = 75
 
 
 class HttpServer(uvicorn.Server):
@@ -65,10 +67,12 @@ async def serve(
         uvicorn.Config(
             create_app(server),
             http="httptools",
+            ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(grace_s) + 2,
         )
     )

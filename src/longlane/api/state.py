@@ -1,5 +1,6 @@
 """What all routes share."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
@@ -15,7 +16,10 @@ from longlane.types import Ready
 
 @dataclass(kw_only=True)
 class ServerState:
-    """`ready` is what the engine said when it had loaded; `draining` means that no new request is taken."""
+    """`ready` is what the engine said when it had loaded; `draining` means that no new request is taken.
+
+    `large_body` is held by the one request with a large body that is read and prepared at a time.
+    """
 
     config: ServerConfig
     engine_config: EngineConfig
@@ -25,6 +29,7 @@ class ServerState:
     request_log: RequestLog
     sampling: SamplingDefaults
     running: Running = field(default_factory=Running)
+    large_body: asyncio.Lock = field(default_factory=asyncio.Lock)
     ready: Ready | None = None
     draining: bool = False
     started_at: float = field(default_factory=time.time)
@@ -41,14 +46,6 @@ class ServerState:
         if model != self.model_id:
             message = f"there is no model {model!r} here; this server has {self.model_id!r}"
             raise RequestError(message, code="model_not_found", status=404, param="model")
-
-    def require_room(self, text_bytes: int, param: str) -> None:
-        """Refuses a text that must be too long before it is tokenised: no token is longer than the longest one."""
-        limit = self.require_serving().plan.max_context
-        at_least = text_bytes // max(1, self.frontend.tokenizer.longest_token)
-        if at_least > limit:
-            message = f"the prompt has at least {at_least} tokens; prompt and answer together may have {limit}"
-            raise RequestError(message, code="context_length_exceeded", param=param)
 
     def end_running(self) -> None:
         """End every open generation with an error of its own."""

@@ -52,10 +52,12 @@ class Frontend:
         tools: list[dict[str, Any]] | None = None,
         prefill: str = "",
         options: Mapping[str, Any] | None = None,
+        limit: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation, ending where the assistant's answer begins (after `prefill`, if any).
 
-        Nothing in `messages`, `tools`, `prefill` or `options` can become a control token.
+        Nothing in `messages`, `tools`, `prefill` or `options` can become a control token. Raises `RequestError` for a
+        text hopelessly longer than `limit` tokens; one that is only longer is for whoever knows the exact bound.
         """
         if self.template is None:
             raise RequestError("this model has no chat template; use /v1/completions", code="invalid_prompt")
@@ -64,8 +66,19 @@ class Frontend:
         foreign = [list(messages), tools, dict(options or {}), prefill]
         mark = self.shield.choose_mark(foreign)
         turns, covered_tools, covered_options, covered_prefill = self.shield.cover(foreign, mark)
-        text = self.template.render(turns, tools=covered_tools, **covered_options)
-        return self.tokenizer.encode_rendered(text + covered_prefill, mark)
+        text = self.template.render(turns, tools=covered_tools, **covered_options) + covered_prefill
+        self._check_length(text, limit, "messages")
+        return self.tokenizer.encode_rendered(text, mark)
+
+    def encode_prompt(self, text: str, limit: int | None = None) -> list[int]:
+        """Token ids of a raw prompt, none of them a control token that the text spells. `limit` as in `encode_chat`."""
+        self._check_length(text, limit, "prompt")
+        return self.tokenizer.encode_prompt(text)
+
+    def _check_length(self, text: str, limit: int | None, param: str) -> None:
+        if limit is not None and self.tokenizer.surely_exceeds(text, limit):
+            message = f"the prompt has far more tokens than prompt and answer together may have, {limit}"
+            raise RequestError(message, code="context_length_exceeded", param=param)
 
 
 def _json(data: bytes | None, name: str) -> dict[str, Any]:

@@ -42,7 +42,6 @@ class Tokenizer:
         self._added: dict[str, dict[str, Any]] = {t["content"]: t for t in added}
         self._plain = _load_plain(spec)
         self.vocab_size = max([self._plain.get_vocab_size(), *(t["id"] + 1 for t in added)])
-        self.longest_token = max(map(len, spec["model"]["vocab"]), default=1)
         self.special_strings = {
             name: text
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -91,6 +90,18 @@ class Tokenizer:
             ids.append(token_id)
             ids.extend(piece.ids)
         return ids
+
+    def surely_exceeds(self, text: str, limit: int) -> bool:
+        """Whether `text`, rendered or not, must have more than `limit` tokens; takes time for a few times `limit` only.
+
+        Read as plain text a control token or a mark counts as several, never as more than four on the whole.
+        """
+        size = 16 * (limit + 64)
+        while size < len(text):
+            if len(self.encode_text(text[:size])) > 4 * (limit + 64):
+                return True
+            size *= 2
+        return False
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to the answer; none for a special token or an id beyond the vocabulary."""

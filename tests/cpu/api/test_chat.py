@@ -271,7 +271,7 @@ def test_wrong_model(api: Api) -> None:
 
 
 def test_a_prompt_that_must_be_too_long_is_refused_before_it_is_tokenised(api: Api) -> None:
-    reply = api.post(messages=[{"role": "user", "content": "x" * 9000}])
+    reply = api.post(messages=[{"role": "user", "content": "x" * 40_000}])
     assert reply.status_code == 400
     assert reply.json()["error"]["code"] == "context_length_exceeded"
     assert "1000" in reply.json()["error"]["message"]

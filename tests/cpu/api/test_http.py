@@ -102,6 +102,27 @@ def test_a_body_that_is_too_long(locked: httpx2.Client) -> None:
     assert locked.post(CHAT, headers=key, content=padded).status_code == 200
 
 
+def test_large_bodies_are_taken_one_after_the_other(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longlane.api.http.LARGE_BODY", 1000)
+    statuses: list[int] = []
+    padded = chat_body().ljust(300_000)
+    posts = [
+        threading.Thread(target=lambda: statuses.append(api.http.post(CHAT, content=padded).status_code))
+        for _ in range(4)
+    ]
+    with socket.create_connection((api.served.host, api.served.port)) as slow:
+        slow.sendall(post(padded)[:5000])
+        until(api.served.state.large_body.locked)
+        for thread in posts:
+            thread.start()
+        assert api.post().status_code == 200
+        assert statuses == []
+    for thread in posts:
+        thread.join(20)
+    assert statuses == [200] * 4
+    assert not api.served.state.large_body.locked()
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [

@@ -244,6 +244,7 @@ def test_long_chaos_leaves_nothing_behind(served: Served) -> None:
     assert psutil.Process().memory_info().rss - own_rss < 32 << 20
 
 
+@pytest.mark.nightly
 def test_an_engine_that_dies_is_told_at_once_and_comes_back(served: Served, http: httpx2.Client) -> None:
     engine = served.state.engine
     assert isinstance(engine, EngineClient)

@@ -85,3 +85,14 @@ def unreadable() -> dict[str, bytes]:
 def test_unusable_definitions_are_refused(case: str) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer(unreadable()[case])
+
+
+@pytest.mark.parametrize("text", ["x", "<|im_end|>", "x<|im_start|>\U000f0000", " " * 64, "日本"])
+def test_only_a_text_that_has_more_tokens_surely_exceeds_a_limit(text: str) -> None:
+    limit = 50
+    for repeats in (1, 40, 400, 4000):
+        whole = text * repeats
+        tokens = len(tiny.encode_rendered(whole, "\U000f0000"))
+        if tiny.surely_exceeds(whole, limit):
+            assert tokens > limit
+    assert tiny.surely_exceeds("x y " * 4000, limit)
