@@ -23,13 +23,15 @@ from longlane.artifact.text_config import text_config
 from longlane.config import WeightsMode
 from longlane.kernels.linear.weight import Weight
 
+NO_COUNTS = "draft head: no counts were given, so the lowest token ids were taken for the most frequent"
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """A source opened for reading.
 
     components: their configurations by name. items: in file order. resources: side files by role. recipe: its id.
-    side_files, weight_files: everything read, for the report. notes: what was left out or assumed.
+    side_files, weight_files: everything read, for the report. notes: what was assumed.
     """
 
     name: str
@@ -117,7 +119,8 @@ def open_directory(
     read = [source, drafter] if drafter else [source]
     side_files = [file for checkpoint in read for file in checkpoint.side_files]
     weight_files = [file for checkpoint in read for file in checkpoint.weight_files]
-    return Model(path.resolve().name, HF_RECIPE, components, found, resources, side_files, weight_files)
+    notes = [NO_COUNTS] if draft_head and not (draft_head.counts or draft_head.text) else []
+    return Model(path.resolve().name, HF_RECIPE, components, found, resources, side_files, weight_files, notes)
 
 
 def _promised(

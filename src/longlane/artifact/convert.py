@@ -83,23 +83,24 @@ def _frontend(role: str) -> str:
 
 
 def _open(source: Path, options: Options) -> Model:
-    if source.is_file():
-        return open_gguf(source)
-    if options.container == "v3":
-        return open_directory(source, options.weights, dflash2=options.dflash2_model, draft_head=options.draft_head)
-    if options.name not in IDENTITIES:
+    name = options.name or "a model without a name"
+    if options.container == "v2" and (name not in IDENTITIES or options.weights != "groupwise-int"):
         raise CheckpointError(
-            f"{source}: container v2 has no identity for {options.name or 'a model without a name'}; "
+            f"{source}: container v2 has no identity for {name} in {options.weights}; "
             f"pass --name with one of {', '.join(IDENTITIES)} if it is that model, or --container v3"
         )
+    if source.is_file():
+        return open_gguf(source)
+    v2 = options.container == "v2"
     model = open_directory(
         source,
         options.weights,
-        identity=options.name,
+        identity=name if v2 else None,
         dflash2=options.dflash2_model,
-        draft_head=options.draft_head or DraftHead(),
+        draft_head=options.draft_head or (DraftHead() if v2 else None),
     )
-    _check_identity(model, source, options.name)
+    if v2:
+        _check_identity(model, source, name)
     return model
 
 

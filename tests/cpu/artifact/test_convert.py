@@ -23,6 +23,8 @@ from longlane.artifact.sources import dflash2_shapes
 from longlane.artifact.text_config import text_config
 from longlane.errors import CheckpointError
 from longlane.kernels.linear.weight import Weight
+from longlane.models.registry import build, load_model
+from support.lanes import Lanes
 from support.random_checkpoint import (
     DENSE,
     DFLASH2,
@@ -113,6 +115,10 @@ def test_a_27b_layout_has_the_published_objects(tmp_path: Path, monkeypatch: pyt
     direct = load_weights(source, "groupwise-int", draft_head=DraftHead())[1]
     carried = {name: weight for name, weight in weights.items() if not name.startswith("dflash2/")}
     assert {name: bits(weight) for name, weight in carried.items()} == {n: bits(w) for n, w in direct.items()}
+    prompt = list(range(65))
+    logits = Lanes(load_model(tmp_path / "v2.ninfer").model, torch.float32).logits(prompt)
+    assert logits.isfinite().all()
+    assert torch.equal(logits, Lanes(build(scaled, direct), torch.float32).logits(prompt))
     rewrite(artifact, tmp_path / "v3.ninfer", 3)
     rewrite(Artifact.open(tmp_path / "v3.ninfer"), tmp_path / "back.ninfer", 2)
     assert (tmp_path / "back.ninfer").read_bytes() == (tmp_path / "v2.ninfer").read_bytes()
@@ -186,9 +192,11 @@ def test_a_split_artifact_loads_like_a_whole_one(tmp_path: Path) -> None:
 
 def test_the_report_says_what_was_converted(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "hf", DENSE)
-    made = convert(tmp_path / "hf", tmp_path / "a.ninfer", Options(name="small"), quiet=True)
+    options = Options(name="small", draft_head=DraftHead(rows=16))
+    made = convert(tmp_path / "hf", tmp_path / "a.ninfer", options, quiet=True)
     written = json.loads((tmp_path / "a.ninfer.conversion.json").read_text())
     assert written["recipe"] == "qwen3_5-v1"
+    assert "lowest token ids" in written["notes"][0]
     assert written["artifact"]["bytes"] == (tmp_path / "a.ninfer").stat().st_size
     assert written["source"]["hf/model.safetensors"]["sha256"]
     assert written["source"]["hf/tokenizer.json"]["known_as"] is None
