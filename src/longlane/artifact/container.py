@@ -82,8 +82,8 @@ class Artifact:
             ArtifactError: the file is no artifact, is damaged, or breaks the schema; one line with the cure.
         """
         path = Path(path)
-        if path.is_dir():
-            fail(path, "is a directory, not an artifact", "name the .ninfer file in it")
+        if path.exists() and not path.is_file():
+            fail(path, "is a directory or device, not an artifact", "name the .ninfer file in it")
         data = _map(path)
         header = _read_header(path, data)
         size = HEADER_BYTES[header.version]

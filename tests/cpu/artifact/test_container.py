@@ -153,6 +153,8 @@ def test_other_files_are_recognised(tmp_path: Path, hint: str) -> None:
 def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "absent")
     assert "directory" in refusal(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "device" in refusal(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])

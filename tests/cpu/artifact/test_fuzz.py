@@ -162,7 +162,7 @@ def test_edited_configurations(tmp_path: Path, data: st.DataObject) -> None:
 
 
 @pytest.mark.nightly
-@settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5_000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(versions, st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 255)), min_size=1, max_size=30))
 def test_flipped_bytes_for_long(tmp_path: Path, version: int, flips: list[tuple[int, int]]) -> None:
     data = bytearray(files.valid(version))
