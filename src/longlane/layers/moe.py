@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from longlane.kernels import norm_rope
-from longlane.kernels.linear import PackedWeight, Prepared, Weight, linear, prepare
+from longlane.kernels.linear import Prepared, linear, prepare
 from longlane.layers.linear import Linear
 from longlane.layers.parameters import Parameters
 
@@ -44,16 +44,6 @@ def _split(params: Parameters, name: str, experts: int) -> list[Prepared]:
     """One prepared matrix per expert, from the rows of all."""
     weight = params.matrix(name)
     rows = weight.shape[0] // experts
-    parts = (_rows(weight, expert * rows, (expert + 1) * rows) for expert in range(experts))
-    return [prepare(part, device=params.device, dtype=params.dtype) for part in parts]
-
-
-def _rows(weight: Weight, begin: int, end: int) -> Weight:
-    if isinstance(weight, Tensor):
-        return weight[begin:end]
-    planes = {
-        name: plane[begin:end]
-        for name in ("base", "scale", "high", "minimum")
-        if (plane := getattr(weight, name)) is not None
-    }
-    return PackedWeight(weight.format, (end - begin, weight.shape[1]), **planes)
+    pieces = [slice(expert * rows, (expert + 1) * rows) for expert in range(experts)]
+    parts = [weight[piece] if isinstance(weight, Tensor) else weight.take(piece) for piece in pieces]
+    return [prepare(part, device=params.device, dtype=params.dtype, packed=params.packed) for part in parts]
