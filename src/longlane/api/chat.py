@@ -1,21 +1,16 @@
 """`POST /v1/chat/completions`."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from longlane.api.errors import json_response
 from longlane.api.generation import Delta, Ended, Event, Job, Opened, Shown
 from longlane.api.history import conversation
-from longlane.api.http import body_of, until_disconnect
-from longlane.api.prepare import log_details, make_job, new_id
-from longlane.api.record import Record
-from longlane.api.reply import JSON, Reply, token_text
+from longlane.api.prepare import log_details, make_job
+from longlane.api.reply import JSON, Prepared, respond, token_text
 from longlane.api.schemas import ChatRequest, parse
-from longlane.api.sse import EventStream
 from longlane.api.state import ServerState
 from longlane.errors import RequestError
 from longlane.text.tokenizer import Tokenizer
@@ -59,30 +54,17 @@ class ChatForm:
 
 
 async def chat_completions(http: HttpRequest) -> Response:
-    server: ServerState = http.app.state.server
-    record = Record(server.request_log, http.state.request_id, "openai_chat")
-    with record.preparing():
-        server.require_serving()
-        async with body_of(http, server.config.max_request_mib << 20, server.large_body) as body:
-            prepared = await until_disconnect(http.receive, asyncio.to_thread(_parse_and_prepare, server, body))
-        request, job, details = prepared
-        record.start(job, details)
-    form = ChatForm(server.frontend.tokenizer, bool(request.logprobs))
-    reply = Reply(server, record, job, form, new_id("chatcmpl"))
-    if not request.stream:
-        return json_response(await until_disconnect(http.receive, reply.whole()))
-    stream = EventStream(reply.chunks(request.include_usage))
-    await stream.prime(http.receive)
-    return stream
+    return await respond(http, "openai_chat", "chatcmpl", _prepared)
 
 
-def _parse_and_prepare(server: ServerState, body: bytes) -> tuple[ChatRequest, Job, dict[str, Any]]:
+def _prepared(server: ServerState, body: bytes) -> Prepared:
     request = parse(body, ChatRequest)
-    return request, *prepare(server, request)
+    job, details = prepare(server, request)
+    return Prepared(request, job, ChatForm(server.frontend.tokenizer, bool(request.logprobs)), details)
 
 
 def prepare(server: ServerState, request: ChatRequest) -> tuple[Job, dict[str, Any]]:
-    """What the engine is to do, and what the log may keep. Runs in a thread: none of it needs the event loop."""
+    """What the engine is to do, and what the log may keep of it."""
     server.require_model(request.model)
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")

@@ -1,20 +1,15 @@
 """`POST /v1/completions`: raw prompts, as text or token ids. Only token ids can name control tokens, text is text."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from longlane.api.errors import json_response
-from longlane.api.generation import Delta, Ended, Event, Job, Opened, Shown
-from longlane.api.http import body_of, until_disconnect
-from longlane.api.prepare import log_details, make_job, new_id
-from longlane.api.record import Record
-from longlane.api.reply import JSON, Reply, token_text
+from longlane.api.generation import Delta, Ended, Event, Opened, Shown
+from longlane.api.prepare import log_details, make_job
+from longlane.api.reply import JSON, Prepared, respond, token_text
 from longlane.api.schemas import CompletionRequest, parse
-from longlane.api.sse import EventStream
 from longlane.api.state import ServerState
 from longlane.errors import RequestError
 from longlane.text.tokenizer import Tokenizer
@@ -60,24 +55,10 @@ class CompletionForm:
 
 
 async def completions(http: HttpRequest) -> Response:
-    server: ServerState = http.app.state.server
-    record = Record(server.request_log, http.state.request_id, "openai_completions")
-    with record.preparing():
-        server.require_serving()
-        async with body_of(http, server.config.max_request_mib << 20, server.large_body) as body:
-            request, job, echoes = await until_disconnect(http.receive, asyncio.to_thread(prepare, server, body))
-        record.start(job, log_details(request, job) | {"prompt_count": len(job.first_choices)})
-    form = CompletionForm(server.frontend.tokenizer, request.logprobs is not None, echoes)
-    reply = Reply(server, record, job, form, new_id("cmpl"))
-    if not request.stream:
-        return json_response(await until_disconnect(http.receive, reply.whole()))
-    stream = EventStream(reply.chunks(request.include_usage))
-    await stream.prime(http.receive)
-    return stream
+    return await respond(http, "openai_completions", "cmpl", _prepared)
 
 
-def prepare(server: ServerState, body: bytes) -> tuple[CompletionRequest, Job, list[str]]:
-    """The request, its job, and what each choice begins with."""
+def _prepared(server: ServerState, body: bytes) -> Prepared:
     request = parse(body, CompletionRequest)
     server.require_model(request.model)
     if request.best_of is not None and request.best_of != (request.n or 1):
@@ -88,7 +69,8 @@ def prepare(server: ServerState, body: bytes) -> tuple[CompletionRequest, Job, l
     job = make_job(server, request, prompts, request.max_tokens, request.logprobs)
     tokenizer = server.frontend.tokenizer
     echoes = [tokenizer.decode(choice.token_ids) if request.echo else "" for choice in job.requests]
-    return request, job, echoes
+    form = CompletionForm(tokenizer, request.logprobs is not None, echoes)
+    return Prepared(request, job, form, log_details(request, job) | {"prompt_count": len(prompts)})
 
 
 def _prompts(prompt: str | list[Any]) -> list[tuple[str, Any]]:

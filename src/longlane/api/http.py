@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from longlane.errors import RequestError
 T = TypeVar("T")
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-BODY_SILENCE_S = 30.0
+BODY_SILENCE_S, BODY_S = 30.0, 300.0
 LARGE_BODY = 8 << 20
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 async def body_of(request: Request, limit: int, large: asyncio.Lock) -> AsyncIterator[bytes]:
     """The body, of at most `limit` bytes. A large one is read and used under the lock, so that memory stays bounded.
 
-    Raises `RequestError` 413 when it is longer and 408 when it stops coming, `ClientDisconnected` when it is cut.
+    Raises `RequestError` 413 when it is longer and 408 when it comes too slowly, `ClientDisconnected` when it is cut.
     """
     too_large = RequestError(
         f"the body is longer than {limit} bytes (--max-request-mib)", code="request_too_large", status=413
@@ -36,10 +37,10 @@ async def body_of(request: Request, limit: int, large: asyncio.Lock) -> AsyncIte
     if int(request.headers.get("content-length") or 0) > limit:
         raise too_large
     parts: list[bytes] = []
-    size, more = 0, True
+    size, more, deadline = 0, True, time.monotonic() + BODY_S
     async with contextlib.AsyncExitStack() as stack:
         while more:
-            message = await _next_part(request)
+            message = await _next_part(request, min(BODY_SILENCE_S, deadline - time.monotonic()))
             parts.append(message.get("body", b""))
             more = message.get("more_body", False)
             if size <= LARGE_BODY < size + len(parts[-1]):
@@ -50,11 +51,11 @@ async def body_of(request: Request, limit: int, large: asyncio.Lock) -> AsyncIte
         yield b"".join(parts)
 
 
-async def _next_part(request: Request) -> Message:
+async def _next_part(request: Request, patience_s: float) -> Message:
     try:
-        message = await asyncio.wait_for(request.receive(), BODY_SILENCE_S)
+        message = await asyncio.wait_for(request.receive(), patience_s)
     except TimeoutError:
-        raise RequestError("the body stopped coming", code="request_timeout", status=408) from None
+        raise RequestError("the body comes too slowly", code="request_timeout", status=408) from None
     if message["type"] == "http.disconnect":
         raise ClientDisconnected
     return message

@@ -15,10 +15,6 @@ from longlane.types import Request
 MAX_CHOICES = 128
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex[:16]}"
-
-
 def make_job(
     server: ServerState,
     fields: GenerationFields,

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from longlane.api.errors import CLIENT_CLOSED_REQUEST, ClientDisconnected
+from longlane.api.errors import CLIENT_CLOSED_REQUEST, ClientDisconnected, InternalError
 from longlane.api.generation import Event, Job
 from longlane.api.request_log import RequestLog
 from longlane.api.usage import Tally
@@ -50,7 +50,7 @@ class Record:
         try:
             yield
         except BaseException as error:
-            self.__exit__(type(error), error, None)
+            self._failed(error)
             raise
 
     def __enter__(self) -> "Record":
@@ -59,13 +59,8 @@ class Record:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
             self._done()
-        elif isinstance(error, LonglaneError):
-            # What a client sent may be quoted in the message of its error, so only the place of that is logged.
-            self._failed(error.code, error.status, error.message if error.status >= 500 else error.param or "")
-        elif isinstance(error, (asyncio.CancelledError, GeneratorExit, ClientDisconnected)):
-            self._failed("client_disconnected", CLIENT_CLOSED_REQUEST, "the client closed the connection")
         else:
-            self._failed("internal_error", 500, type(error).__name__)
+            self._failed(error)
 
     def _done(self) -> None:
         assert self.tally is not None
@@ -89,7 +84,8 @@ class Record:
             _rate(timings["predicted_per_second"]),
         )
 
-    def _failed(self, code: str, status: int, message: str) -> None:
+    def _failed(self, error: BaseException) -> None:
+        code, status, message = _explain(error)
         admitted = self.tally is not None and self.tally.admitted
         refused = not admitted and status not in (CLIENT_CLOSED_REQUEST, 500)
         fields: dict[str, Any] = {"request": self._request, "error": {"code": code, "status": status}}
@@ -126,6 +122,16 @@ class Record:
             "completion_tokens": ended.completion_tokens,
             "timings": msgspec.to_builtins(raw),
         }
+
+
+def _explain(error: BaseException) -> tuple[str, int, str]:
+    """Code, status and what the console may show of a failure."""
+    if isinstance(error, LonglaneError):
+        # What a client sent may be quoted in the message of its error, so only the place of that is logged.
+        return error.code, error.status, error.message if error.status >= 500 else error.param or ""
+    if isinstance(error, (asyncio.CancelledError, GeneratorExit, ClientDisconnected)):
+        return "client_disconnected", CLIENT_CLOSED_REQUEST, "the client closed the connection"
+    return InternalError.code, InternalError.status, type(error).__name__
 
 
 def _rate(value: float | None) -> str:

@@ -1,12 +1,22 @@
-"""From events to a reply: as a stream of chunks, or folded into one object. The shapes are those of a `Form`."""
+"""From a request to its reply: a stream of chunks, or the same folded into one object, in the shapes of a `Form`."""
 
+import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from starlette.requests import Request
+from starlette.responses import Response
+
+from longlane.api.errors import json_response
 from longlane.api.generation import Delta, Ended, Event, Job, Shown, run
+from longlane.api.http import body_of, until_disconnect
 from longlane.api.record import Record
+from longlane.api.schemas import GenerationFields
+from longlane.api.sse import EventStream
 from longlane.api.state import ServerState
 from longlane.text.tokenizer import Tokenizer
 
@@ -24,6 +34,36 @@ class Form(Protocol):
 
     def choice(self, index: int, text: str, tokens: Sequence[Shown], ended: Ended) -> JSON:
         """A choice of the whole reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that is ready for the engine. `details` are what the log may keep of it."""
+
+    request: GenerationFields
+    job: Job
+    form: Form
+    details: JSON
+
+
+async def respond(
+    http: Request, protocol: str, id_prefix: str, prepare: Callable[[ServerState, bytes], Prepared]
+) -> Response:
+    """Answer one request for generation. `prepare` makes it out of the body, in a thread: it needs no event loop."""
+    server: ServerState = http.app.state.server
+    record = Record(server.request_log, http.state.request_id, protocol)
+    with record.preparing():
+        server.require_serving()
+        async with body_of(http, server.config.max_request_mib << 20, server.large_body) as body:
+            prepared = await until_disconnect(http.receive, asyncio.to_thread(prepare, server, body))
+        record.start(prepared.job, prepared.details)
+    request = prepared.request
+    reply = Reply(server, record, prepared.job, prepared.form, f"{id_prefix}-{uuid.uuid4().hex[:16]}")
+    if not request.stream:
+        return json_response(await until_disconnect(http.receive, reply.whole()))
+    stream = EventStream(reply.chunks(request.include_usage))
+    await stream.prime(http.receive)
+    return stream
 
 
 class Reply:
