@@ -17,7 +17,7 @@ from torch import Tensor
 from longlane.artifact.checkpoint import load_weights, open_gguf
 from longlane.artifact.convert import Options, convert
 from longlane.artifact.formats import decode
-from longlane.artifact.gguf import GgufModel
+from longlane.artifact.gguf import GgufModel, Reader
 from longlane.artifact.locate import find
 from longlane.artifact.recipe import assemble
 from longlane.artifact.resources import open_resources
@@ -255,7 +255,9 @@ def reference(demo: GgufModel) -> Tokenizer:
     """The tokenizer transformers makes of the same file. It leaves out the rule that splits digits."""
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(str(demo.path.parent), gguf_file=demo.path.name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", Reader)  # for its speed
+        loaded = AutoTokenizer.from_pretrained(str(demo.path.parent), gguf_file=demo.path.name)
     backend: Tokenizer = loaded.backend_tokenizer
     return backend
 
