@@ -74,7 +74,13 @@ def text_config(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
     text["layer_types"] = _layer_types(text, source)
     text["mtp_num_hidden_layers"] = _mtp_layers(text, source)
     _check_sizes(text, source)
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(
+            f"{source / 'config.json'}: rope_parameters is {given!r}, not an object; "
+            "use the config.json this checkpoint was saved with"
+        )
+    rope = dict(given)
     for key, default in (("rope_theta", 1e7), ("partial_rotary_factor", 0.25)):
         rope.setdefault(key, text.get(key, default))
     text["rope_parameters"] = rope

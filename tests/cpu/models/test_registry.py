@@ -8,6 +8,7 @@ import torch
 from longlane.artifact.geometry import GEOMETRIES
 from longlane.artifact.inventory import inventory
 from longlane.errors import CheckpointError
+from longlane.models.llama.config import parse as parse_llama
 from longlane.models.qwen3_5.config import parse
 from longlane.models.registry import build
 from support.checkpoints import EXPERTS, SIZES
@@ -71,6 +72,7 @@ def test_every_spelling_of_a_configuration_means_the_same(spelling):
         ({"head_dim": None}, "head_dim"),
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_parameters": "default"}, "rope_parameters"),
         ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers is 2"),
         ({"num_key_value_heads": 4}, "6 is not a multiple of 4"),
         ({"linear_num_key_heads": 4}, "linear_num_value_heads of linear_num_key_heads"),
@@ -105,11 +107,36 @@ def test_half_an_mtp_head_is_refused():
         build(DENSE, weights, device="meta")
 
 
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"rope_scaling": {"rope_type": "llama3"}}, "llama3"), ({"attention_bias": True}, "attention_bias")],
+    [
+        ({"rope_scaling": {"rope_type": "llama3"}}, "llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_size": "96"}, "hidden_size"),
+        ({"rope_parameters": "default"}, "rope_parameters"),
+        ({"num_key_value_heads": 4}, "6 is not a multiple of num_key_value_heads 4"),
+        ({"vocab_size": None}, "vocab_size"),
+    ],
 )
-def test_llama_variants_that_are_not_supported_say_so(change, words):
-    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 96, "num_attention_heads": 6, **change}
+def test_llama_configurations_that_cannot_be_run_say_why(change, words):
     with pytest.raises(CheckpointError, match=words):
-        build(config, {})
+        build({**LLAMA, **change}, {})
+
+
+def test_llama_configuration_fills_in_what_files_leave_out():
+    parsed = parse_llama({**LLAMA, "rope_theta": 100000})
+    assert (parsed.num_key_value_heads, parsed.head_dim, parsed.rope_theta) == (6, 16, 100000.0)
+    assert parse_llama({**LLAMA, "rope_parameters": {"rope_theta": 5e5}}).rope_theta == 5e5

@@ -24,23 +24,51 @@ class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool = False
 
 
+class _Rope(msgspec.Struct, frozen=True, kw_only=True):
+    rope_theta: float | None = None
+    rope_type: str | None = None
+    type: str | None = None
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True):
+    """What `config.json` may leave out or spell in several ways."""
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rope_theta: float | None = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
 def parse(config: Mapping[str, Any]) -> LlamaConfig:
     """Raises CheckpointError for a field that is missing, has another type, or asks for what this build lacks."""
-    fields = dict(config)
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    try:
+        file = msgspec.convert(config, _File)
+        rope = file.rope_parameters or file.rope_scaling or _Rope()
+        heads = max(file.num_attention_heads, 1)
+        derived = {
+            "num_key_value_heads": file.num_key_value_heads or heads,
+            "head_dim": file.head_dim or file.hidden_size // heads,
+            "rope_theta": rope.rope_theta or file.rope_theta or 10000.0,
+        }
+        parsed = msgspec.convert({**config, **derived}, LlamaConfig)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"config.json: {error}; take the file of the checkpoint's own repository") from None
+    kind = rope.rope_type or rope.type or "default"
     if kind != "default":
         raise CheckpointError(
             f"config.json: rope type {kind!r} is not supported by the llama family; only 'default' is"
         )
     for field in ("attention_bias", "mlp_bias"):
-        if fields.get(field):
+        if getattr(file, field):
             raise CheckpointError(f"config.json: {field} is set; this build runs projections without bias only")
-    heads = fields.get("num_attention_heads") or 1
-    fields.setdefault("num_key_value_heads", heads)
-    fields["head_dim"] = fields.get("head_dim") or fields.get("hidden_size", 0) // heads
-    fields["rope_theta"] = rope.get("rope_theta") or fields.get("rope_theta") or 10000.0
-    try:
-        return msgspec.convert(fields, LlamaConfig, strict=True)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"config.json: {error}; take the file of the checkpoint's own repository") from None
+    if parsed.num_attention_heads % parsed.num_key_value_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {parsed.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {parsed.num_key_value_heads}"
+        )
+    return parsed
