@@ -11,6 +11,7 @@ from longlane.engine.runner import Runner
 from longlane.layers.batch import Batch
 from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
+from longlane.memory.prefix import PrefixTree
 from longlane.memory.states import SlotPool
 from longlane.sampling import RowState, decide
 from longlane.spec.drafter import DraftLane
@@ -69,15 +70,30 @@ class Guesser:
         return drafts
 
 
-def build(config: EngineConfig, *, pages: int, speculator: Guesser | None = None, clock: Clock | None = None) -> Engine:
-    lanes = config.max_concurrency
-    runner = Runner(HashModel(), poisoned_caches(pages, lanes), torch.device("cpu"), VOCAB)
-    memory = Memory(PagePool(pages), SlotPool(lanes), config.max_context or 1 << 20)
+def build(
+    config: EngineConfig,
+    *,
+    pages: int,
+    speculator: Guesser | None = None,
+    clock: Clock | None = None,
+    spare_slots: int | None = None,
+) -> Engine:
+    """`spare_slots` None runs without a prefix cache."""
+    slots = config.max_concurrency + (spare_slots or 0)
+    caches = poisoned_caches(pages, slots)
+    runner = Runner(HashModel(), caches, torch.device("cpu"), VOCAB)
+    pool, states = PagePool(pages), SlotPool(slots)
+    memory = Memory(pool, states, config.max_context or 1 << 20)
+    if spare_slots is not None:
+        tree = PrefixTree(pool, states, stateful=True, page_bytes=1000, slot_bytes=4000)
+        memory = Memory(pool, states, config.max_context or 1 << 20, tree=tree, mover=caches)
     return Engine(runner, memory, config, speculator, clock or Clock())
 
 
 def settings(**changes: object) -> EngineConfig:
-    return EngineConfig(**{"model": "hash", "max_pending_requests": 1000, "max_context": 4096, **changes})  # type: ignore[arg-type]
+    return EngineConfig(
+        **{"model": "hash", "max_pending_requests": 1000, "max_context": 4096, "pending_timeout_ms": 10**9, **changes}
+    )  # type: ignore[arg-type]
 
 
 @dataclass

@@ -1,0 +1,165 @@
+"""Warm equals cold: conversations that branch, return and share, over a small cache, get the tokens of runs alone."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from longlane.engine.loop import Engine
+from longlane.types import Request, SamplingParams, Timings
+from support.hash_model import VOCAB
+from support.toy_engine import Clock, Guesser, Log, build, oracle, settings
+
+LENGTHS = st.sampled_from([1, 5, 31, 63, 64, 65, 100, 130])
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Continue from turn `parent` (-1: the shared system block), `cut` tokens short of its end, with `new` tokens."""
+
+    parent: int
+    cut: int
+    new: int
+    answer: int
+    symbol: int
+    wait: bool
+
+
+turns = st.lists(
+    st.builds(
+        Turn,
+        parent=st.integers(-1, 8),
+        cut=st.sampled_from([0, 0, 0, 1, 10, 64, 100]),
+        new=LENGTHS,
+        answer=st.integers(1, 70),
+        symbol=st.integers(0, VOCAB - 1),
+        wait=st.booleans(),
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@dataclass
+class Conversation:
+    """Turns as requests: each prompt is what an earlier turn's prompt and answer spell, and something new."""
+
+    system: int
+    texts: list[list[int]] = field(default_factory=list)
+    ends: list[list[int]] = field(default_factory=list)
+
+    def request(self, index: int, turn: Turn) -> Request:
+        base, ends = [3] * self.system, [self.system]
+        if self.texts and turn.parent >= 0:
+            parent = turn.parent % len(self.texts)
+            base = self.texts[parent][: max(1, len(self.texts[parent]) - turn.cut)]
+            ends = [end for end in self.ends[parent] if end <= len(base)]
+        prompt = base + [(turn.symbol + i) % VOCAB for i in range(turn.new)]
+        wanted = Request(
+            id=f"t{index}",
+            token_ids=prompt,
+            max_tokens=turn.answer,
+            sampling=SamplingParams(temperature=0.7, seed=index),
+            boundaries=[*ends, len(prompt)],
+        )
+        self.texts.append(prompt + oracle(wanted).token_ids)
+        self.ends.append([*ends, len(prompt)])
+        return wanted
+
+
+def drain(engine: Engine, log: Log) -> None:
+    for _ in range(20_000):
+        if engine.idle:
+            return
+        log.take(engine.step())
+    raise AssertionError("the engine makes no progress")
+
+
+def check_warm_is_cold(
+    work: list[Turn], *, system: int, lanes: int, chunk: int, slots: int, spare: int, drafts: int
+) -> None:
+    talk = Conversation(system)
+    wanted = [talk.request(index, turn) for index, turn in enumerate(work)]
+    pages = -(-max(len(text) for text in talk.texts) // 64) + spare
+    engine = build(
+        settings(max_concurrency=lanes, prefill_chunk=chunk),
+        pages=pages,
+        speculator=Guesser(drafts, 3) if drafts else None,
+        clock=Clock(tick=0.001),
+        spare_slots=slots,
+    )
+    log = Log()
+    for turn, one in zip(work, wanted, strict=True):
+        engine.submit(one)
+        if turn.wait:
+            drain(engine, log)
+    drain(engine, log)
+    assert not log.failed
+    for one in wanted:
+        assert log.tokens.get(one.id, []) == oracle(one).token_ids, one.id
+    stats = engine.stats(check=True)
+    assert stats.integrity == []
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+case = given(
+    work=turns,
+    system=st.sampled_from([1, 64, 90]),
+    lanes=st.integers(1, 4),
+    chunk=st.sampled_from([7, 64, 1024]),
+    slots=st.integers(0, 6),
+    spare=st.integers(0, 12),
+    drafts=st.sampled_from([0, 3]),
+)
+slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+@case
+@examples(max_examples=40, deadline=None, suppress_health_check=slow)
+def test_warm_equals_cold(work, system, lanes, chunk, slots, spare, drafts):
+    check_warm_is_cold(work, system=system, lanes=lanes, chunk=chunk, slots=slots, spare=spare, drafts=drafts)
+
+
+@pytest.mark.nightly
+@case
+@examples(max_examples=300, deadline=None, suppress_health_check=slow)
+def test_warm_equals_cold_at_length(work, system, lanes, chunk, slots, spare, drafts):
+    check_warm_is_cold(work, system=system, lanes=lanes, chunk=chunk, slots=slots, spare=spare, drafts=drafts)
+
+
+def serve(engine: Engine, one: Request) -> Timings:
+    engine.submit(one)
+    log = Log()
+    drain(engine, log)
+    return log.finished[one.id].timings
+
+
+def test_the_next_turn_computes_only_what_is_new():
+    talk = Conversation(200)
+    engine = build(settings(max_concurrency=2), pages=40, spare_slots=4)
+    first = talk.request(0, Turn(-1, 0, 30, 20, 1, True))
+    assert serve(engine, first).computed_prefill_tokens == 230
+    second = talk.request(1, Turn(0, 0, 15, 5, 2, True))
+    timings = serve(engine, second)
+    # The last token of the answer was never fed back.
+    assert timings.cached_tokens == 249
+    assert timings.computed_prefill_tokens == 16
+
+
+def test_a_second_conversation_shares_the_system_block():
+    talk = Conversation(200)
+    engine = build(settings(max_concurrency=2), pages=40, spare_slots=4)
+    serve(engine, talk.request(0, Turn(-1, 0, 30, 20, 1, True)))
+    timings = serve(engine, talk.request(1, Turn(-1, 0, 40, 20, 5, True)))
+    assert timings.cached_tokens == 200
+    # The second conversation adds its own pages only: 200 tokens are three full pages of the first.
+    assert engine.stats().pages_cached == 4 + 2
+
+
+def test_one_slot_in_all_still_serves_the_next_turn():
+    talk = Conversation(100)
+    engine = build(settings(max_concurrency=1), pages=10, spare_slots=0)
+    serve(engine, talk.request(0, Turn(-1, 0, 30, 20, 1, True)))
+    assert serve(engine, talk.request(1, Turn(0, 0, 5, 5, 2, True))).cached_tokens == 149
