@@ -1,6 +1,5 @@
 """From a configuration to an engine that is ready to serve: device, model, memory plan, caches."""
 
-import logging
 from collections.abc import Callable
 
 import msgspec
@@ -11,7 +10,7 @@ from longlane.artifact.locate import resolve
 from longlane.config import EngineConfig
 from longlane.engine.loop import Engine
 from longlane.engine.runner import Runner
-from longlane.errors import ConfigError
+from longlane.errors import ConfigError, EngineError, PlanError
 from longlane.layers.batch import new_caches
 from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
@@ -19,14 +18,12 @@ from longlane.memory.plan import DRIVER_BYTES, PlanRequest, activation_width, ma
 from longlane.memory.states import SlotPool
 from longlane.models.registry import LoadedModel, load_model
 from longlane.spec.speculator import Speculator, max_drafts
-from longlane.types import CacheSpec, Loading, MemoryPlan, Ready, Request, SamplingParams
+from longlane.types import CacheSpec, Failed, Loading, MemoryPlan, Ready, Request, SamplingParams
 
 Progress = Callable[[Loading], None]
 
 DEFAULT_CONTEXT = 8192
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
-
-log = logging.getLogger(__name__)
 
 
 def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
@@ -80,6 +77,10 @@ def plan_memory(
     on_card = device.type == "cuda"
     drafts = 0 if config.spec == "off" else max_drafts(config.draft_tokens, lookup="lookup" in config.spec)
     native = loaded.info.max_context
+    if (config.max_context or 0) > native:
+        raise PlanError(
+            f"--max-context {config.max_context}: the model was trained for {native} tokens; use at most that"
+        )
     return make_plan(
         PlanRequest(
             device_bytes=config.memory_bytes or device_bytes(device) + (0 if on_card else loaded.info.weights_bytes),
@@ -111,4 +112,6 @@ def warm_up(engine: Engine) -> None:
     greedy = SamplingParams(temperature=0.0)
     engine.submit(Request(id="warm-up", token_ids=[0] * 8, max_tokens=2, sampling=greedy))
     while not engine.idle:
-        engine.step()
+        for message in engine.step():
+            if isinstance(message, Failed):
+                raise EngineError(f"a first request failed: {message.message}", code=message.code)

@@ -1,0 +1,83 @@
+"""From flags to an engine: what is chosen, what is allocated, what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longlane.config import EngineConfig
+from longlane.engine import startup
+from longlane.engine.loop import Engine
+from longlane.errors import ConfigError, LonglaneError, PlanError
+from longlane.types import Loading, Ready, Request, SamplingParams
+from support.toy_engine import run
+
+CONFIG = EngineConfig(model="tiny", dtype="float64", max_context=512, max_concurrency=2)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def load(config: EngineConfig) -> tuple[Engine, Ready, list[Loading]]:
+    progress: list[Loading] = []
+    engine, ready = startup.load(config, progress.append)
+    return engine, ready, progress
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[Engine, Ready, list[Loading]]:
+    return load(CONFIG)
+
+
+def test_what_the_plan_says_is_allocated(loaded):
+    engine, ready, progress = loaded
+    plan = ready.plan
+    assert (plan.lanes, plan.max_context, plan.kv_tokens, plan.kv_dtype) == (2, 512, 1024, "float64")
+    assert engine._runner.caches.kv[0].pages == plan.kv_pages + 1 == 17
+    assert engine._runner.caches.state[0].shape[0] == 3
+    assert engine._runner.caches.carry is None, "no MTP cache without --spec mtp"
+    stats = engine.stats(check=True)
+    assert (stats.pages_free, stats.slots_free, stats.steps, stats.integrity) == (16, 2, 0, [])
+    assert [(loading.stage, loading.done) for loading in progress] == [
+        ("loading weights", 0), ("loading weights", 1), ("warming up", 0), ("warming up", 1),
+    ]  # fmt: skip
+    assert ready.model.vocab_size == engine._runner.vocab_size
+
+
+@pytest.mark.parametrize("spec", ["mtp", "lookup", "mtp+lookup"])
+def test_drafting_changes_no_token(loaded, spec):
+    wanted = Request(id="a", token_ids=[5, 6, 7, 8] * 30, max_tokens=40, sampling=GREEDY)
+    plain, drafting = loaded[0], load(replace(CONFIG, spec=spec))[0]
+    plain.submit(wanted)
+    drafting.submit(wanted)
+    answer = run(drafting)
+    assert run(plain).tokens == answer.tokens
+    assert answer.finished["a"].timings.drafted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"model": "nowhere"}, LonglaneError, "nowhere"),
+        ({"max_context": 10**9}, PlanError, "--max-context 1000000000"),
+        ({"memory_bytes": 1 << 20}, PlanError, "device memory"),
+        ({"device": "abacus"}, ConfigError, "--device abacus"),
+        ({"device": "meta"}, ConfigError, "--device meta"),
+        ({"device": "cuda:99"}, ConfigError, "CUDA devices"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(changes, error, words):
+    with pytest.raises(error, match=words) as refused:
+        load(replace(CONFIG, **changes))
+    assert "\n" not in refused.value.message
+
+
+def test_a_model_that_computes_nonsense_does_not_get_ready(monkeypatch):
+    real = startup.load_model
+
+    def broken(*args, **options):
+        loaded = real(*args, **options)
+        monkeypatch.setattr(loaded.model, "logits", lambda hidden: torch.full((len(hidden), 400), torch.nan))
+        return loaded
+
+    monkeypatch.setattr(startup, "load_model", broken)
+    with pytest.raises(LonglaneError, match="a first request failed"):
+        load(CONFIG)
