@@ -34,7 +34,7 @@ class Api:
         return [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line.startswith("data: ")]
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Wait for what another thread is about to do."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -45,7 +45,7 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 @pytest.fixture(scope="session")
 def room() -> Iterator[Api]:
     engine = ScriptedEngine(says(""))
-    with serving(engine) as served, httpx2.Client(base_url=served.url, timeout=20) as http:
+    with serving(engine) as served, httpx2.Client(base_url=served.url, timeout=60) as http:
         yield Api(served, engine, http)
 
 

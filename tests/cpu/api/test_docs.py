@@ -23,7 +23,10 @@ def test_routes(route: object) -> None:
         assert f"`{method} {route.path.replace(':path', '')}`" in API
 
 
-@pytest.mark.parametrize("field", {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *UNSUPPORTED})
+FIELDS = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *UNSUPPORTED}
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS))
 def test_request_fields(field: str) -> None:
     assert f"`{field}`" in API
 
