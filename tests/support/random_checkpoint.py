@@ -92,7 +92,7 @@ def all_shapes(config: dict[str, Any], stacked_experts: bool = True) -> sources.
     )
     if text["mtp_num_hidden_layers"]:
         shapes |= sources.mtp_shapes(text, stacked_experts)
-    return shapes | (sources.vision_shapes(config["vision_config"]) if "vision_config" in config else {})
+    return shapes | (sources.vision_shapes(config["vision_config"], Path()) if "vision_config" in config else {})
 
 
 def write_checkpoint(

@@ -21,6 +21,7 @@ from longlane.artifact.resources import open_resources
 from longlane.artifact.sources import Shapes
 from longlane.artifact.text_config import text_config
 from longlane.config import WeightsMode
+from longlane.errors import CheckpointError
 from longlane.kernels.linear.weight import Weight
 
 NO_COUNTS = "draft head: no counts were given, so the lowest token ids were taken for the most frequent"
@@ -49,21 +50,28 @@ def load_weights(
     mode: WeightsMode = "auto",
     device: str | torch.device = "cpu",
     draft_head: DraftHead | None = None,
+    skip: tuple[str, ...] = (),
 ) -> tuple[dict[str, Any], dict[str, Weight]]:
     """The text configuration and every weight of an artifact, a Hugging Face directory or a GGUF file.
 
     An artifact and a GGUF file keep their own formats. A directory is encoded by the recipe as `convert` would, so
-    that both ways give the same bits, `draft_head` included; `auto` keeps bf16 there.
-    Raises ArtifactError or CheckpointError.
+    that both ways give the same bits, `draft_head` included; `auto` keeps bf16 there. Names that start as one of
+    `skip` says ("vision/") are not read. Raises ArtifactError or CheckpointError.
     """
+    if mode != "auto" and not path.is_dir():
+        raise CheckpointError(
+            f"{path} keeps the formats it was made with, weights {mode} cannot apply; "
+            "leave the choice at auto, or convert the original directory again"
+        )
     if not path.is_dir() and path.suffix != ".gguf":
         artifact = Artifact.open(path)
-        config = artifact.text_config()
-        return config or {}, {name: formats.load(artifact, name, device) for name in artifact.parameters}
+        names = [name for name in artifact.parameters if not name.startswith(skip)]
+        return artifact.text_config() or {}, {name: formats.load(artifact, name, device) for name in names}
     model = open_gguf(path) if path.is_file() else open_directory(path, mode, strict=False, draft_head=draft_head)
     config = model.components["text"]
-    stored = {item.name: recipe.assemble(item)[0].to(device) for item in model.items}
-    entries = {item.name: Entry.tensor(item.name, item.format, item.shape) for item in model.items}
+    items = [item for item in model.items if not item.name.startswith(skip)]
+    stored = {item.name: recipe.assemble(item)[0].to(device) for item in items}
+    entries = {item.name: Entry.tensor(item.name, item.format, item.shape) for item in items}
     parameters = bind({name: (Part(name),) for name in stored}, entries, config)
     return config, {name: _bound(stored, parts) for name, parts in parameters.items()}
 
@@ -137,7 +145,7 @@ def _promised(
             config["mtp_num_hidden_layers"] = 0
     vision = source.config.get("vision_config")
     if isinstance(vision, dict) and sources.present(source, "vision", "model.visual.", "vision_config", strict):
-        shapes |= sources.vision_shapes(vision)
+        shapes |= sources.vision_shapes(vision, source.path)
         components["vision"] = vision
     return components, shapes
 

@@ -13,6 +13,17 @@ from longlane.errors import CheckpointError
 
 Shapes = dict[str, tuple[int, ...]]
 HEAD = "lm_head.weight"
+VISION_KEYS = (
+    "depth",
+    "hidden_size",
+    "intermediate_size",
+    "in_channels",
+    "patch_size",
+    "temporal_patch_size",
+    "spatial_merge_size",
+    "num_position_embeddings",
+    "out_hidden_size",
+)
 DRAFTER_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -55,8 +66,14 @@ def mtp_shapes(config: dict[str, Any], stacked_experts: bool) -> Shapes:
     }
 
 
-def vision_shapes(config: dict[str, Any]) -> Shapes:
-    """`config` is the checkpoint's `vision_config`."""
+def vision_shapes(config: dict[str, Any], path: Path) -> Shapes:
+    """`config` is the `vision_config` of the checkpoint in `path`."""
+    for key in VISION_KEYS:
+        if not isinstance(size := config.get(key), int) or size < 1:
+            raise CheckpointError(
+                f"{path / 'config.json'}: {key} of vision_config is {size!r}, not a positive number; "
+                "use the config.json this checkpoint was saved with"
+            )
     hidden, inter, prefix = config["hidden_size"], config["intermediate_size"], "model.visual."
     merged = hidden * config["spatial_merge_size"] ** 2
     patch = (config["in_channels"], config["temporal_patch_size"], config["patch_size"], config["patch_size"])

@@ -157,6 +157,14 @@ CASES: dict[str, tuple[Breakage, str, str]] = {
     "MTP promised but absent": (edit_tensors(drop("mtp.")), "config.json", "promises MTP"),
     "half of MTP": (edit_tensors(drop("mtp.layers.")), "hf", "tensor mtp.layers.0"),
     "MTP not announced": (edit_config(mtp_num_hidden_layers=0), SHARD, "does not account for (mtp."),
+    "vision of no depth": (
+        both(
+            edit_config(vision_config={**VISION, "depth": None}),
+            edit_tensors(lambda t: t.update({"model.visual.pos_embed.weight": torch.ones(16, 48)})),
+        ),
+        "config.json",
+        "depth of vision_config is None",
+    ),
     "vision promised but absent": (edit_config(vision_config=VISION), "config.json", "promises vision"),
     "head absent though not tied": (edit_tensors(drop("lm_head")), "hf", "tensor lm_head.weight is missing"),
     "tied but another head": (tie_other_head, "safetensors", "differs from model.embed_tokens.weight although tie"),

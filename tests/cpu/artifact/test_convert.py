@@ -53,6 +53,12 @@ def test_converting_gives_the_weights_of_loading_directly(tmp_path: Path, config
     assert from_artifact[1].keys() == direct[1].keys()
     for name, weight in direct[1].items():
         assert bits(from_artifact[1][name]) == bits(weight), name
+    skip = ("vision/", "mtp/", "text/draft_head")
+    kept = {name for name in direct[1] if not name.startswith(skip)}
+    assert load_weights(tmp_path / "a.ninfer", skip=skip)[1].keys() == kept
+    assert load_weights(tmp_path / "hf", mode, skip=skip)[1].keys() == kept
+    with pytest.raises(CheckpointError, match=f"weights {mode} cannot apply"):
+        load_weights(tmp_path / "a.ninfer", mode)
 
 
 def test_side_files_are_carried_byte_for_byte(tmp_path: Path) -> None:

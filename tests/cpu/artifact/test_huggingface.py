@@ -47,7 +47,7 @@ def test_vision_names_and_shapes_are_those_of_transformers() -> None:
     with torch.device("meta"):
         model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**config))
     text = text_shapes(text_config(config, Path()), "model.language_model.", stacked_experts=True)
-    assert text | vision_shapes(VISION) == shapes_of(model)
+    assert text | vision_shapes(VISION, Path()) == shapes_of(model)
 
 
 def test_every_spelling_of_the_configuration_reads_the_same() -> None:
