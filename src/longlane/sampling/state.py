@@ -1,6 +1,6 @@
 """Everything that belongs to the drawing of one request's tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 from torch import Tensor
@@ -31,10 +31,8 @@ class RowState:
     """
 
     def __init__(self, request: Request, vocab_size: int, mask: Mask | None = None):
-        if outside := [token for token in request.sampling.logit_bias if not 0 <= token < vocab_size]:
-            raise RequestError(
-                f"logit_bias names token {outside[0]}; this model has tokens 0 to {vocab_size - 1}", param="logit_bias"
-            )
+        _check_ids("logit_bias", request.sampling.logit_bias, vocab_size)
+        _check_ids("thinking", request.thinking.forced_ids if request.thinking else [], vocab_size)
         self.request = request
         self.params = request.sampling
         self.vocab_size = vocab_size
@@ -104,3 +102,9 @@ class RowState:
         if not Penalties.needed(self.params):
             return None
         return Penalties(self.params, self.vocab_size, self.request.token_ids, self.generated)
+
+
+def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"{param} names token {token}; this model has tokens 0 to {vocab_size - 1}", param=param)

@@ -100,7 +100,7 @@ def test_forced_tokens_are_offered_as_drafts():
     assert row.expected() == FORCED[1:]
 
 
-@pytest.mark.parametrize(("tokens", "forced"), [(-1, [1]), (3, [])])
+@pytest.mark.parametrize(("tokens", "forced"), [(-1, [1]), (3, []), (3, [1, VOCAB])])
 def test_budget_that_cannot_be_honoured_is_an_error(tokens, forced):
     thinking = ThinkingBudget(tokens=tokens, start_id=START, end_id=END, forced_ids=forced)
     with pytest.raises(RequestError, match="thinking"):
