@@ -129,7 +129,6 @@ def run(directory: str, config: EngineConfig, load: Load) -> int:
         link.send([ready])
         Service(engine, link).run()
     except LonglaneError as error:
-        log.error("%s", error.message)
         link.send([Fatal(message=error.message, code=error.code)])
         return 2
     except Exception as error:

@@ -239,9 +239,9 @@ class Supervisor:
         if self._stopping:
             return EngineError("the server is shutting down")
         if self._fatal is not None:
-            log.error("engine: %s", self._fatal.message)
             if self._first_ready is not None and not self._first_ready.done():
                 return EngineError(self._fatal.message, code=self._fatal.code)
+            log.error("engine: %s", self._fatal.message)
         advice = "it is restarting, send the request again" if self.state == "restarting" else "it is not restarted"
         return EngineError(f"the engine process {how}; {advice}")
 
