@@ -66,6 +66,17 @@ class Caches:
     conv: list[Tensor] = field(default_factory=list)
     carry: Tensor | None = None
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page of every layer."""
+        for layer in self.kv:
+            for plane in layer.planes():
+                plane[target] = plane[source]
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy one state slot of every layer, and the carry."""
+        for buffer in (*self.state, *self.conv, *([] if self.carry is None else [self.carry])):
+            buffer[target] = buffer[source]
+
 
 def new_caches(
     spec: CacheSpec, *, pages: int, slots: int, codec: str, dtype: torch.dtype, device: torch.device | str

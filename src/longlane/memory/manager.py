@@ -1,13 +1,28 @@
-"""The one owner of pages and state slots. What a request holds is its lease."""
+"""The one owner of pages and state slots. What a request holds is its lease; what outlives it is in the prefix tree."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from longlane.errors import RequestError
 from longlane.memory.pages import PagePool
 from longlane.memory.plan import PAGE
+from longlane.memory.prefix import Match, Node, PrefixTree
 from longlane.memory.states import SlotPool
+
+# Checkpoints of a prompt beside those at its boundaries, in tokens: what an edited long prompt recomputes at most.
+CHECKPOINT_INTERVAL = 8192
+# How many of a prompt's last boundaries get a checkpoint; the first, the end of the system block, always does.
+LAST_BOUNDARIES = 4
+
+
+class Mover(Protocol):
+    """Copies inside the caches, in order with the steps that read and write them."""
+
+    def copy_page(self, source: int, target: int) -> None: ...
+
+    def copy_slot(self, source: int, target: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -16,13 +31,15 @@ class Lease:
 
     limit: the most tokens it may ever have in the cache. pages: page ids in order of position. token_ids: exactly the
     tokens whose keys, values and state are in the cache. cached_tokens: how many of them were there at admission, and
-    `reuse` where from. stops: offsets at which a prefill chunk must end, so that the state there can be kept.
+    `reuse` where from, or why not more. stops: offsets at which a prefill chunk must end, so that the state there can
+    be kept. node: the last of its full pages in the tree.
     """
 
     request_id: str
     slot: int
     limit: int
     pages: "array[int]"
+    node: Node
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     cached_tokens: int = 0
     reuse: str = "none"
@@ -42,12 +59,26 @@ class Memory:
 
     A prompt's pages are reserved at admission, the pages of the answer are taken as they are used. Admission beside
     others leaves one free page for every request that may still grow, so that a newcomer is not paused at once.
+    Finished prefixes stay in `tree` until their room is needed.
     """
 
-    def __init__(self, pages: PagePool, slots: SlotPool, max_context: int) -> None:
+    def __init__(
+        self,
+        pages: PagePool,
+        slots: SlotPool,
+        max_context: int,
+        *,
+        tree: PrefixTree | None = None,
+        mover: Mover | None = None,
+    ) -> None:
+        """Without a `tree` nothing outlives its request. With one, `mover` copies what a new request continues from."""
+        assert (tree is None) == (mover is None)
         self._pages = pages
         self._slots = slots
         self._max_context = max_context
+        self._reuse = tree is not None
+        self._tree = tree or PrefixTree(pages, slots, stateful=False, page_bytes=1, slot_bytes=1)
+        self._mover = mover
         self._leases: dict[str, Lease] = {}
 
     @property
@@ -57,6 +88,12 @@ class Memory:
     @property
     def slots(self) -> SlotPool:
         return self._slots
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that only the tree holds: free as soon as somebody needs them."""
+        leased = {page for lease in self._leases.values() for page in lease.pages}
+        return len({*self._tree.held_pages()} - leased)
 
     def allowed_new(self, prompt_tokens: int, max_new: int) -> int:
         """How many of `max_new` tokens can follow a prompt; raises `RequestError` when not even one can."""
@@ -70,31 +107,94 @@ class Memory:
             )
         return min(max_new, room)
 
-    def admit(self, request_id: str, token_ids: Sequence[int], max_new: int) -> Lease | None:
+    def admit(
+        self, request_id: str, token_ids: Sequence[int], max_new: int, boundaries: Iterable[int] = ()
+    ) -> Lease | None:
         """Pages for the whole prompt and a state slot, or None when there is no room now.
 
-        Raises `RequestError` for what can never fit.
+        What the tree holds of the prompt is shared, not computed again. Raises `RequestError` for what can never fit.
         """
         assert request_id not in self._leases, f"{request_id} holds a lease"
         # The last new token is never fed back, so it needs no place in the cache.
         limit = len(token_ids) + max(0, self.allowed_new(len(token_ids), max_new) - 1)
         need = pages_for(len(token_ids))
-        growing = sum(lease.may_grow for lease in self._leases.values()) + (need < pages_for(limit))
-        if need + (growing if self._leases else 0) > self._pages.free:
+        match = self._tree.match(token_ids) if self._reuse else self._nothing("reuse is off")
+        pages = self._reserve(match, need, limit)
+        if pages is None and not self._leases:
+            # A prefix and the page it is continued in can be one page too many. Alone, a request always fits.
+            match = self._nothing("the pool has no room for prompt and prefix")
+            pages = self._reserve(match, need, limit)
+        if pages is None:
             return None
-        if (slot := self._slots.take()) is None:
-            return None
-        pages = self._pages.take(need)
-        assert pages is not None
-        lease = self._leases[request_id] = Lease(request_id, slot, limit, array("i", pages))
+        slot = self._resume(match, pages)
+        lease = self._leases[request_id] = Lease(
+            request_id,
+            slot,
+            limit,
+            array("i", pages),
+            match.node,
+            token_ids=array("i", token_ids[: match.length]),
+            cached_tokens=match.length,
+            reuse=describe(match),
+            stops=self._stops(match.length, len(token_ids), boundaries),
+        )
         return lease
 
+    def _nothing(self, miss: str) -> Match:
+        return Match(self._tree.root, None, 0, 0, miss)
+
+    def _reserve(self, match: Match, need: int, limit: int) -> list[int] | None:
+        """These pages are taken, the shared ones first, and a slot can be had; or None and no page taken."""
+        shared = [node.page for node in match.node.path()]
+        tail = [match.checkpoint.tail_page] if match.checkpoint and match.checkpoint.tail_page else []
+        # Held while others are evicted, so that the prefix itself is not.
+        self._pages.share(shared + tail)
+        growing = sum(lease.may_grow for lease in self._leases.values()) + (need < pages_for(limit))
+        spare = growing if self._leases else 0
+        slot = self._tree.free_slot(keep=match.checkpoint) or match.checkpoint is not None
+        fits = slot and self._tree.free_pages(need - len(shared) + spare, keep=match.checkpoint)
+        self._pages.give(tail)
+        if not fits:
+            self._pages.give(shared)
+            return None
+        own = self._pages.take(need - len(shared))
+        assert own is not None
+        self._tree.use(match)
+        return shared + own
+
+    def _resume(self, match: Match, pages: Sequence[int]) -> int:
+        """The slot of a new lease: with a copy of the checkpoint's state, or the checkpoint's own where none is free.
+
+        The page that the checkpoint lies inside of is copied, since its writer may have gone on.
+        """
+        slot = self._slots.take()
+        if match.checkpoint is None:
+            assert slot is not None
+            return slot
+        assert self._mover is not None
+        if match.checkpoint.tail_page:
+            self._mover.copy_page(match.checkpoint.tail_page, pages[match.node.depth])
+        if slot is None:
+            return self._tree.surrender(match.checkpoint)
+        self._mover.copy_slot(match.checkpoint.slot, slot)
+        return slot
+
+    def _stops(self, cached: int, prompt: int, boundaries: Iterable[int]) -> tuple[int, ...]:
+        """Where to keep the state of a prompt: its boundaries, and every so often."""
+        if not self._tree.stateful or not self._reuse:
+            return ()
+        marks = sorted(mark for mark in boundaries if 0 < mark < prompt)
+        chosen = {*marks[:1], *marks[-LAST_BOUNDARIES:], *range(CHECKPOINT_INTERVAL, prompt, CHECKPOINT_INTERVAL)}
+        return tuple(sorted(mark for mark in chosen if mark > cached))
+
     def grow(self, lease: Lease, length: int) -> bool:
-        """Pages for `length` tokens; False and no change when the pool is used up."""
+        """Pages for `length` tokens; False and no change when the pool is used up by running requests."""
         assert length <= lease.limit, f"{lease.request_id} grows to {length}, its limit is {lease.limit}"
-        pages = self._pages.take(max(0, pages_for(length) - len(lease.pages)))
-        if pages is None:
+        need = max(0, pages_for(length) - len(lease.pages))
+        if not self._tree.free_pages(need):
             return False
+        pages = self._pages.take(need)
+        assert pages is not None
         lease.pages.extend(pages)
         return True
 
@@ -102,12 +202,41 @@ class Memory:
         """The keys, values and state of exactly these next tokens are in the cache now."""
         lease.token_ids.extend(token_ids)
         assert lease.length <= len(lease.pages) * PAGE, f"{lease.request_id} outgrew its pages"
+        if not self._reuse:
+            return
+        while lease.node.end + PAGE <= lease.length:
+            self._store_page(lease)
+        if lease.length in lease.stops and self._tree.free_slot():
+            tail = lease.token_ids[lease.node.end :]
+            if self._tree.find(lease.node, tail) is None:
+                slot = self._slots.take()
+                assert slot is not None
+                assert self._mover is not None
+                self._mover.copy_slot(lease.slot, slot)
+                self._tree.keep(lease.node, tail, lease.pages[lease.node.depth] if tail else 0, slot)
 
-    def release(self, lease: Lease) -> None:
-        """Give back everything. The lease is dead afterwards."""
+    def _store_page(self, lease: Lease) -> None:
+        """Put the next full page into the tree, or use the tree's where it holds the same tokens already."""
+        index, start = lease.node.depth, lease.node.end
+        node = self._tree.store(lease.node, lease.token_ids[start : start + PAGE], lease.pages[index])
+        if node.page != lease.pages[index]:
+            self._pages.share([node.page])
+            self._pages.give([lease.pages[index]])
+            lease.pages[index] = node.page
+        lease.node = node
+
+    def release(self, lease: Lease, keep: bool = True) -> None:
+        """Give back everything; with `keep`, what was computed stays in the tree. The lease is dead afterwards."""
         assert self._leases.pop(lease.request_id, None) is lease, f"{lease.request_id} does not hold this lease"
+        tail = lease.token_ids[lease.node.end :]
+        keep = keep and self._reuse and self._tree.stateful and lease.length > 0
+        if keep and self._tree.find(lease.node, tail) is None:
+            # The state moves into the tree: nothing is copied.
+            self._tree.keep(lease.node, tail, lease.pages[lease.node.depth] if tail else 0, lease.slot)
+        else:
+            self._slots.give(lease.slot)
         self._pages.give(lease.pages)
-        self._slots.give(lease.slot)
+        self._tree.trim(lease.node)
 
     def holders(self) -> set[str]:
         """The requests that hold a lease."""
@@ -116,14 +245,30 @@ class Memory:
     def check_integrity(self) -> list[str]:
         """Violations in words; empty when every page and slot is owned as counted, or free."""
         leases = self._leases.values()
-        faults = self._pages.check((lease.request_id, lease.pages) for lease in leases)
-        faults += self._slots.check((lease.request_id, lease.slot) for lease in leases)
+        tree = self._tree
+        faults = self._pages.check(
+            [*((lease.request_id, lease.pages) for lease in leases), ("the tree", tree.held_pages())]
+        )
+        faults += self._slots.check(
+            [
+                *((lease.request_id, lease.slot) for lease in leases),
+                *(("the tree", slot) for slot in tree.held_slots()),
+            ]
+        )
         for lease in leases:
             if not lease.length <= min(lease.limit, len(lease.pages) * PAGE):
                 faults.append(
                     f"{lease.request_id} has {lease.length} tokens in {len(lease.pages)} pages, limit {lease.limit}"
                 )
         return faults
+
+
+def describe(match: Match) -> str:
+    """Where a prefix came from and why it is no longer: what replies and logs say of reuse."""
+    if match.length == 0:
+        return f"none: {match.miss}" if match.miss else "none"
+    source = "state" if match.checkpoint else "pages"
+    return f"device {source} at {match.length}" + (f": {match.miss}" if match.miss else "")
 
 
 def pages_for(tokens: int) -> int:

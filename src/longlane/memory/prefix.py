@@ -9,6 +9,7 @@ The tree owns one reference of each of its pages and the slot of each checkpoint
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -37,6 +38,7 @@ class Node:
     children: dict[bytes, "Node"] = field(default_factory=dict)
     checkpoints: list["Checkpoint"] = field(default_factory=list)
     priority: float = 0.0
+    removed: bool = False
 
     @property
     def end(self) -> int:
@@ -103,11 +105,13 @@ class PrefixTree:
     ) -> None:
         self._pages = pages
         self._slots = slots
-        self._stateful = stateful
+        self.stateful = stateful
         self._page_bytes = page_bytes
         self._slot_bytes = slot_bytes
         self._rebuild = rebuild
         self._clock = 0.0
+        # How many checkpoints lie inside each page.
+        self._tails: Counter[int] = Counter()
         # Insertion-ordered, oldest first; only for saying "evicted" instead of "differs".
         self._ghosts: dict[bytes, None] = {}
         self.root = Node(None, b"", b"", 0, 0)
@@ -126,7 +130,7 @@ class PrefixTree:
             if child is None or child.end > limit:
                 break
             node = child
-        if not self._stateful:
+        if not self.stateful:
             best, best_at, path_end = None, node.end, node
         common = self._common(node, words)
         return Match(path_end, best, best_at, common, self._miss(node, words, best_at, common, limit))
@@ -139,7 +143,7 @@ class PrefixTree:
         return node.end + max(runs, default=0)
 
     def _miss(self, node: Node, words: bytes, used: int, common: int, limit: int) -> str:
-        if used >= limit or (not self._stateful and common >= limit):
+        if used >= limit or (not self.stateful and common >= limit):
             return ""
         if any(digest in self._ghosts for digest in self._digests(node, words)):
             return f"evicted after {used}"
@@ -189,19 +193,28 @@ class PrefixTree:
         assert bool(tail) == bool(tail_page)
         if tail:
             self._pages.share([tail_page])
+            self._tails[tail_page] += 1
         checkpoint = Checkpoint(node, array("i", tail).tobytes(), tail_page, slot)
         node.checkpoints.append(checkpoint)
         self._ghosts.pop(node.digest, None)
         checkpoint.priority = self._clock + self._checkpoint_value(checkpoint)
         return checkpoint
 
-    def free_pages(self, count: int) -> bool:
-        """Evict until `count` pages are free; False when nothing more can go."""
+    def free_pages(self, count: int, keep: Checkpoint | None = None) -> bool:
+        """Evict until `count` pages are free, sparing `keep`; False when nothing more can go."""
+        if self._pages.free < count and self.stateful:
+            # Pages that were in use when the last checkpoint on them went.
+            for node in list(self.nodes()):
+                self.trim(node)
         while self._pages.free < count:
             # One pass over the tree pays for many evictions; what they expose is seen by the next pass.
-            heap = [(victim.priority, order, victim) for order, victim in enumerate(self._victims())]
-            if not heap:
+            victims = [victim for victim in self._victims() if victim is not keep]
+            if not victims:
+                # What is left frees no page by itself: a page is shared by the checkpoints inside it.
+                victims = [min(others, key=_priority)] if (others := self._others(keep)) else []
+            if not victims:
                 return False
+            heap = [(victim.priority, order, victim) for order, victim in enumerate(victims)]
             heapify(heap)
             while heap and self._pages.free < count:
                 self._evict(heappop(heap)[2])
@@ -210,11 +223,15 @@ class PrefixTree:
     def free_slot(self, keep: Checkpoint | None = None) -> bool:
         """Evict until a state slot is free, sparing `keep`; False when the tree holds none."""
         while not self._slots.free:
-            victims = [checkpoint for checkpoint in self.checkpoints() if checkpoint is not keep]
-            if not victims:
+            if not (victims := self._others(keep)):
                 return False
-            self._evict(min(victims, key=lambda victim: victim.priority))
+            self._evict(min(victims, key=_priority))
         return True
+
+    def surrender(self, checkpoint: Checkpoint) -> int:
+        """Take a checkpoint out of the tree; its slot is the caller's from now on."""
+        self._take_out(checkpoint)
+        return checkpoint.slot
 
     def clear(self) -> None:
         """Give everything back."""
@@ -246,19 +263,23 @@ class PrefixTree:
 
     def trim(self, node: Node) -> None:
         """Free the pages from `node` up that nothing stands on: without a checkpoint they are of no use to anyone."""
-        while self._stateful and node.parent is not None and self._is_loose(node):
+        while self.stateful and node.parent is not None and not node.removed and self._is_loose(node):
             self._remove(node)
             node = node.parent
 
     def _victims(self) -> Iterator[Node | Checkpoint]:
         """Independent of each other: evicting one leaves the rest evictable."""
-        if not self._stateful:
+        if not self.stateful:
             yield from filter(self._is_loose, list(self.nodes()))
         yield from filter(self._frees_pages, list(self.checkpoints()))
 
+    def _others(self, keep: Checkpoint | None) -> list[Checkpoint]:
+        return [checkpoint for checkpoint in self.checkpoints() if checkpoint is not keep]
+
     def _is_loose(self, node: Node) -> bool:
         """A leaf that no checkpoint stands on and no request uses."""
-        return not node.children and not node.checkpoints and self._pages.references(node.page) == 1
+        own = 1 + self._tails[node.page]
+        return not node.children and not node.checkpoints and self._pages.references(node.page) == own
 
     def _frees_pages(self, checkpoint: Checkpoint) -> bool:
         """Whether dropping this checkpoint frees a page, of its tail or under it."""
@@ -282,16 +303,21 @@ class PrefixTree:
         self.trim(victim.node)
 
     def _drop(self, checkpoint: Checkpoint) -> None:
+        self._take_out(checkpoint)
+        self._slots.give(checkpoint.slot)
+
+    def _take_out(self, checkpoint: Checkpoint) -> None:
         checkpoint.node.checkpoints.remove(checkpoint)
         if checkpoint.tail_page:
             self._pages.give([checkpoint.tail_page])
-        self._slots.give(checkpoint.slot)
+            self._tails[checkpoint.tail_page] -= 1
 
     def _remove(self, node: Node) -> None:
         assert node.parent is not None
         assert not node.children
         assert not node.checkpoints
         del node.parent.children[node.tokens]
+        node.removed = True
         self._pages.give([node.page])
 
     def _page_value(self, node: Node) -> float:
@@ -312,6 +338,10 @@ class PrefixTree:
                 return max(ends)
             node = node.parent
         return 0
+
+
+def _priority(victim: Node | Checkpoint) -> float:
+    return victim.priority
 
 
 def chain(parent: bytes, tokens: bytes) -> bytes:
