@@ -33,15 +33,15 @@ nightly: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/dev.stamp
-	$(BIN)/ruff check src tests bench
-	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench docs
+	$(BIN)/ruff format --check src tests bench docs
 	$(BIN)/mypy
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/python bench/cpu_peer.py
 
 docs: $(VENV)/dev.stamp
-	$(BIN)/python -m docs.build
+	$(BIN)/python docs/build.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
