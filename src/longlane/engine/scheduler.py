@@ -37,11 +37,13 @@ class Running:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """prefill_chunk: most tokens a chunk has. decode_floor: share of time that decode rows keep beside prefills.
-    gap_s: how long a chunk may hold up decode rows, where its cost is known."""
+    gap_s: how long a chunk may hold up decode rows. step_s: how long one may last at all, so that a cancellation is
+    heard and the watchdog sees life on the slowest machine."""
 
     prefill_chunk: int
     decode_floor: float
     gap_s: float = 0.25
+    step_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ def plan_step(state: Snapshot, policy: Policy) -> StepPlan:
     if not prefills or (decode and state.debt_s > 0):
         return StepPlan(decode, None)
     chosen = choose_prefill(prefills)
-    most = chunk_size(state.token_s, policy) if decode else policy.prefill_chunk
+    most = chunk_size(state.token_s, policy.gap_s if decode else policy.step_s, policy.prefill_chunk)
     skipped = tuple(row.id for row in prefills if row is not chosen)
     return StepPlan(decode, Chunk(chosen.id, min(most, chosen.remaining)), skipped)
 
@@ -91,12 +93,12 @@ def choose_prefill(prefills: Iterable[Running]) -> Running:
     return min(prefills, key=order)
 
 
-def chunk_size(token_s: float | None, policy: Policy) -> int:
-    """The largest chunk of whole pages that decode rows can wait for, at least one page."""
-    if token_s is None or token_s <= 0:
-        return policy.prefill_chunk
-    pages = max(1, int(policy.gap_s / token_s) // PAGE)
-    return min(policy.prefill_chunk, pages * PAGE)
+def chunk_size(token_s: float | None, limit_s: float, prefill_chunk: int) -> int:
+    """The largest chunk of whole pages within `limit_s`, at least one page; one page while nothing was measured."""
+    if token_s is None:
+        return min(prefill_chunk, PAGE)
+    pages = max(1, int(limit_s / token_s) // PAGE) if token_s > 0 else prefill_chunk
+    return min(prefill_chunk, pages * PAGE)
 
 
 def settle(debt_s: float, decode_s: float, prefill_s: float, decode_floor: float) -> float:

@@ -27,7 +27,7 @@ def row(id: str, remaining: int = 0, *, arrival: int = 0, skipped: int = 0, prio
     return Running(id=id, arrival=arrival, priority=priority, remaining=remaining, skipped=skipped)
 
 
-def plan(*running: Running, debt_s: float = 0.0, token_s: float | None = None):
+def plan(*running: Running, debt_s: float = 0.0, token_s: float | None = 1e-6):
     return plan_step(Snapshot(running=running, debt_s=debt_s, token_s=token_s), POLICY)
 
 
@@ -101,12 +101,21 @@ def test_nothing_is_owed_where_no_decode_row_runs():
 
 
 @pytest.mark.parametrize(
-    ("token_s", "tokens"), [(None, 1024), (0.0, 1024), (1e-6, 1024), (1 / 1300, 320), (0.01, 64), (1.0, 64)]
+    ("token_s", "beside", "alone"),
+    [
+        (None, 64, 64),
+        (0.0, 1024, 1024),
+        (1e-6, 1024, 1024),
+        (1 / 1300, 320, 1024),
+        (0.01, 64, 448),
+        (0.3, 64, 64),
+    ],
 )
-def test_a_chunk_beside_decode_rows_is_bounded_by_the_gap_they_see(token_s, tokens):
-    assert chunk_size(token_s, POLICY) == tokens
-    assert plan(row("a"), row("p", 9000), token_s=token_s).prefill == Chunk("p", tokens)
-    assert plan(row("p", 9000), token_s=token_s).prefill == Chunk("p", 1024)
+def test_a_chunk_is_bounded_by_what_others_and_the_watchdog_can_wait(token_s, beside, alone):
+    assert chunk_size(token_s, POLICY.gap_s, 1024) == beside
+    assert plan(row("a"), row("p", 9000), token_s=token_s).prefill == Chunk("p", beside)
+    assert plan(row("p", 9000), token_s=token_s).prefill == Chunk("p", alone)
+    assert chunk_size(token_s, POLICY.gap_s, 7) == 7, "a chunk is never longer than the flag says"
 
 
 def waiting(id: str, arrival: int, *, priority: int = 0, deadline: float = 10.0, paused: bool = False) -> Waiting:
