@@ -38,6 +38,8 @@ LAYER = {
     "mlp/gate_up": ("ffn_gate", "ffn_up"),
     "mlp/down": ("ffn_down",),
 }
+# Sampling that a model's authors recommend; GGUF has no field for it. By the start of `general.basename`.
+SAMPLING = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}
 READABLE = {Type.Q4_1: AFFINE, Type.Q8_0: "q8_g32_fp16", Type.BF16: "bf16", Type.F16: "fp32", Type.F32: "fp32"}
 
 
@@ -132,7 +134,9 @@ class GgufModel:
                 for role in ("bos", "eos", "pad")
             },
         }
-        generation = {"eos_token_id": self._stop_ids(), "pad_token_id": self.config["pad_token_id"]}
+        name = str(self._field("general.basename", "")).lower()
+        sampling = next((preset for family, preset in SAMPLING.items() if name.startswith(family)), {})
+        generation = {"eos_token_id": self._stop_ids(), "pad_token_id": self.config["pad_token_id"], **sampling}
         resources = {
             "tokenizer": self._tokenizer(tokens).to_str().encode(),
             "tokenizer_config": _json(settings),

@@ -11,7 +11,7 @@ from typing import Any
 import longlane
 from longlane.artifact.schema import Entry
 
-GGUF_RECIPE = "gguf-llama-v1"
+GGUF_RECIPE = "gguf-llama-v2"
 HF_RECIPE = "qwen3_5-v1"
 # Side files of released models: how their sha256 starts and ends. Others convert just as well, and are reported as
 # not known.

@@ -212,7 +212,8 @@ def test_demo_settings(demo: GgufModel) -> None:
     assert demo.config["architectures"] == ["LlamaForCausalLM"]
     sizes = [demo.config[key] for key in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim")]
     assert sizes == [576, 30, 3, 64]
-    assert json.loads(demo.resources["generation_config"])["eos_token_id"] == [2]
+    generation = json.loads(demo.resources["generation_config"])
+    assert generation == {"eos_token_id": [2], "pad_token_id": 2, "temperature": 0.2, "top_p": 0.9}
     assert json.loads(demo.resources["tokenizer_config"])["eos_token"] == "<|im_end|>"
     assert b"<|im_start|>assistant" in demo.resources["chat_template"]
 
