@@ -15,7 +15,8 @@ SpecMode = Literal["off", "mtp", "lookup", "mtp+lookup"]
 class EngineConfig:
     """Everything the engine process needs. Field names are the flags of `longlane serve`, see `docs/flags.md`.
 
-    `kv_capacity` None means auto: min(lanes x context, what fits). `dtype` auto is the fastest route of the device;
+    `kv_capacity` None means auto: min(lanes x context, what fits). `device_state_slots` None means as many spare state
+    images as lanes. `dtype` auto is the fastest route of the device;
     float32 and float64 are the exact routes that tests compare.
     """
 
@@ -29,6 +30,8 @@ class EngineConfig:
     max_concurrency: int = 1
     max_pending_requests: int = 16
     pending_timeout_ms: int = 30_000
+    device_state_slots: int | None = None
+    prefix_reuse: bool = True
     prefill_chunk: int = 1024
     decode_floor: float = 0.5
     spec: SpecMode = "off"

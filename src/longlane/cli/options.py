@@ -34,6 +34,10 @@ HELP = {
     "max_concurrency": _option("Lanes: requests that run at once.", min=1),
     "max_pending_requests": _option("Requests that may wait; one more gets 429.", min=1),
     "pending_timeout_ms": _option("Longest wait for a lane; then 503.", min=1),
+    "device_state_slots": _option(
+        "State images beside the lanes', for prefixes to continue from. Default as lanes.", min=0
+    ),
+    "prefix_reuse": _option("Keep prefixes for later prompts.", "--prefix-reuse/--no-prefix-reuse"),
     "prefill_chunk": _option("Most prompt tokens of one step.", min=1),
     "decode_floor": _option("Share of time that decoding keeps beside prefills.", min=0, max=1),
     "spec": _option("Speculative decoding."),

@@ -135,7 +135,7 @@ class Engine:
             waiting=len(self._waiting),
             pages_total=pages.usable,
             pages_free=pages.free,
-            pages_cached=0,
+            pages_cached=self._memory.cached_pages,
             slots_total=slots.usable,
             slots_free=slots.free,
             steps=self._steps,
@@ -175,7 +175,7 @@ class Engine:
             job = self._waiting[entry.id]
             if len(self._running) >= self._config.max_concurrency:
                 return
-            job.lease = self._memory.admit(job.id, job.tokens, job.row.remaining)
+            job.lease = self._memory.admit(job.id, job.tokens, job.row.remaining, job.request.boundaries)
             if job.lease is None:
                 return
             self._running[job.id] = self._waiting.pop(job.id)
@@ -266,17 +266,18 @@ class Engine:
         self._waiting[job.id] = self._running.pop(job.id)
 
     def _conclude(self, step: Computed, outcomes: Sequence[Outcome]) -> None:
-        """Commit the inputs that stand, show them to the speculator, then publish."""
+        """Show the inputs that stand to the speculator, commit them, then publish."""
+        # Before the commit: it may copy the slot, which holds what the MTP head carries on, or exchange a page.
+        if self._speculator is not None:
+            lanes = [outcome.job.lane for outcome in outcomes if outcome.job.lane is not None]
+            columns = [len(outcome.token_ids) for outcome in outcomes]
+            self._speculator.observe(step.batch, step.output.hidden, lanes, columns)
         for outcome in outcomes:
             job = outcome.job
             assert job.lease is not None
             self._memory.commit(job.lease, outcome.token_ids)
             if isinstance(outcome.decision, Decision):
                 job.take(outcome.decision, self._clock())
-        if self._speculator is not None:
-            lanes = [outcome.job.lane for outcome in outcomes if outcome.job.lane is not None]
-            columns = [len(outcome.token_ids) for outcome in outcomes]
-            self._speculator.observe(step.batch, step.output.hidden, lanes, columns)
         for outcome in outcomes:
             if outcome.decision is not None:
                 self._publish(outcome.job, outcome.decision)
@@ -297,6 +298,8 @@ class Engine:
 
     def _fail(self, job: Job, error: LonglaneError) -> None:
         log.warning("request %s fails: %s", job.id, error.message)
+        # Its numbers may be what failed: nobody continues from them.
+        self._release(job, keep=False)
         self._remove(job)
         self._outbox.append(failure(job.id, error))
 
@@ -305,9 +308,9 @@ class Engine:
         self._waiting.pop(job.id, None)
         self._running.pop(job.id, None)
 
-    def _release(self, job: Job) -> None:
+    def _release(self, job: Job, keep: bool = True) -> None:
         if job.lease is not None:
-            self._memory.release(job.lease)
+            self._memory.release(job.lease, keep)
         job.lease, job.decoding, job.skipped = None, False, 0
 
     def _check(self) -> list[str]:

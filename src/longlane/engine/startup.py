@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import msgspec
 import psutil
 import torch
 
@@ -11,10 +10,11 @@ from longlane.config import EngineConfig
 from longlane.engine.loop import Engine
 from longlane.engine.runner import Runner
 from longlane.errors import ConfigError, EngineError, PlanError
-from longlane.layers.batch import new_caches
+from longlane.layers.batch import Caches, new_caches
 from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
-from longlane.memory.plan import DRIVER_BYTES, PlanRequest, activation_width, make_plan
+from longlane.memory.plan import DRIVER_BYTES, PlanRequest, activation_width, make_plan, page_bytes, state_bytes
+from longlane.memory.prefix import PrefixTree
 from longlane.memory.states import SlotPool
 from longlane.models.registry import LoadedModel, load_model
 from longlane.spec.speculator import Speculator, max_drafts
@@ -38,17 +38,25 @@ def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
     progress(Loading(stage="loading weights", done=0, total=1))
     # float32 and float64 by name are the exact routes.
     packed = config.dtype in ("auto", "bf16")
-    loaded = load_model(path, device=device, dtype=DTYPES[dtype], packed=packed, weights=config.weights)
+    loaded = load_model(
+        path,
+        device=device,
+        dtype=DTYPES[dtype],
+        packed=packed,
+        weights=config.weights,
+        mtp="mtp" in config.spec,
+        draft_head=config.lm_head_draft,
+    )
     progress(Loading(stage="loading weights", done=1, total=1))
-    spec = loaded.spec if "mtp" in config.spec else msgspec.structs.replace(loaded.spec, mtp_layers=0)
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
-    plan = plan_memory(config, loaded, spec, kv_dtype, device)
+    plan = plan_memory(config, loaded, kv_dtype, device)
+    slots = plan.lanes + spare_slots(config)
     caches = new_caches(
-        spec, pages=plan.kv_pages + 1, slots=plan.lanes + 1, codec=kv_dtype, dtype=DTYPES[dtype], device=device
+        loaded.spec, pages=plan.kv_pages + 1, slots=slots + 1, codec=kv_dtype, dtype=DTYPES[dtype], device=device
     )
     speculator = None if config.spec == "off" else Speculator(config, loaded.model.mtp, caches)
     runner = Runner(loaded.model, caches, device, loaded.info.vocab_size)
-    memory = Memory(PagePool(plan.kv_pages), SlotPool(plan.lanes), plan.max_context)
+    memory = new_memory(config, loaded.spec, plan, caches)
     progress(Loading(stage="warming up", done=0, total=1))
     warm_up(Engine(runner, memory, config, speculator))
     progress(Loading(stage="warming up", done=1, total=1))
@@ -70,9 +78,29 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def plan_memory(
-    config: EngineConfig, loaded: LoadedModel, spec: CacheSpec, kv_dtype: str, device: torch.device
-) -> MemoryPlan:
+def spare_slots(config: EngineConfig) -> int:
+    """State images beside the lanes' own: what finished prefixes are continued from."""
+    if not config.prefix_reuse:
+        return 0
+    return config.max_concurrency if config.device_state_slots is None else config.device_state_slots
+
+
+def new_memory(config: EngineConfig, spec: CacheSpec, plan: MemoryPlan, caches: Caches) -> Memory:
+    """The pools of the plan under one owner, with a prefix tree unless it is turned off."""
+    pages, slots = PagePool(plan.kv_pages), SlotPool(plan.lanes + spare_slots(config))
+    if not config.prefix_reuse:
+        return Memory(pages, slots, plan.max_context)
+    tree = PrefixTree(
+        pages,
+        slots,
+        stateful=spec.gdn_layers > 0,
+        page_bytes=page_bytes(spec, plan.kv_dtype),
+        slot_bytes=state_bytes(spec),
+    )
+    return Memory(pages, slots, plan.max_context, tree=tree, mover=caches)
+
+
+def plan_memory(config: EngineConfig, loaded: LoadedModel, kv_dtype: str, device: torch.device) -> MemoryPlan:
     """The plan for what is loaded, on what this machine has. Raises `PlanError`."""
     on_card = device.type == "cuda"
     drafts = 0 if config.spec == "off" else max_drafts(config.draft_tokens, lookup="lookup" in config.spec)
@@ -84,7 +112,7 @@ def plan_memory(
     return make_plan(
         PlanRequest(
             device_bytes=config.memory_bytes or device_bytes(device) + (0 if on_card else loaded.info.weights_bytes),
-            spec=spec,
+            spec=loaded.spec,
             weights={"all": loaded.info.weights_bytes},
             vocab_size=loaded.info.vocab_size,
             width=activation_width(loaded.config),
@@ -92,6 +120,7 @@ def plan_memory(
             lanes=config.max_concurrency,
             max_context=min(native, DEFAULT_CONTEXT) if config.max_context is None else config.max_context,
             kv_capacity=config.kv_capacity,
+            state_slots=spare_slots(config),
             prefill_chunk=config.prefill_chunk,
             draft_tokens=drafts,
             graphs=on_card and config.cuda_graph,

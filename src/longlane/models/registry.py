@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from longlane.artifact.checkpoint import load_weights
+from longlane.artifact.draft_head import DraftHead
 from longlane.artifact.text_config import ARCHITECTURES
 from longlane.config import WeightsMode
 from longlane.errors import CheckpointError
@@ -21,6 +22,8 @@ from longlane.models.qwen3_5 import text as qwen35_text
 from longlane.types import CacheSpec, ModelInfo
 
 LLAMA = "LlamaForCausalLM"
+# Parts of an artifact that no model of this build computes with.
+UNUSED = ("vision/", "dflash/", "dflash2/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +46,20 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     packed: bool = False,
     weights: WeightsMode = "auto",
+    mtp: bool = True,
+    draft_head: bool = False,
 ) -> LoadedModel:
     """Load an artifact, a Hugging Face directory or a GGUF file. `packed` asks for fast routes, not exact ones.
+
+    Without `mtp` or `draft_head` those tensors are left on the disk; a directory that is loaded with its draft head
+    gets one made from its own output head.
 
     Raises:
         ArtifactError, CheckpointError: when it cannot be read, or does not hold the model its config describes.
     """
-    config, tensors = load_weights(path, weights, device)
+    skip = (*UNUSED, *(() if mtp else ("mtp/",)), *(() if draft_head else ("text/draft_head",)))
+    made = DraftHead() if draft_head and path.is_dir() else None
+    config, tensors = load_weights(path, weights, device, draft_head=made, skip=skip)
     model = build(config, tensors, device=device, dtype=dtype, packed=packed, source=path)
     info = ModelInfo(
         name=path.stem if path.is_file() else path.name,
