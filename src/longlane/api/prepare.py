@@ -1,7 +1,7 @@
 """What chat and text completions prepare alike: limits, stops and the engine's requests."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -41,11 +41,17 @@ def make_job(
             sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + i) % MAX_SEED),
             stop_ids=[*own_stops, *(fields.stop_token_ids or [])],
             top_logprobs=top_logprobs,
+            boundaries=message_ends(prompt, server.frontend.stop_ids),
         )
         for p, prompt in enumerate(prompts)
         for i in range(n)
     ]
     return Job(requests=requests, choices_per_prompt=n, stops=stop_strings(fields.stop))
+
+
+def message_ends(prompt: Sequence[int], stop_ids: Collection[int]) -> list[int]:
+    """Offsets behind each end of a message: where a later prompt may part from this one."""
+    return [offset for offset, token_id in enumerate(prompt, start=1) if token_id in stop_ids]
 
 
 def log_details(fields: GenerationFields, job: Job) -> dict[str, Any]:

@@ -72,12 +72,13 @@ class Record:
         )
         timings = tally.timings()
         log.info(
-            "%s done | %s | %s | prompt %d (%d cached) | %d tokens | TTFT %.0f ms | prefill %s | decode %s",
+            "%s done | %s | %s | prompt %d (%d cached, %s) | %d tokens | TTFT %.0f ms | prefill %s | decode %s",
             self._request["request_id"],
             self._request["protocol"],
             "/".join(sorted({ended.reason for ended in tally.ended.values()})),
             tally.prompt_tokens,
             tally.cached_tokens,
+            tally.reuse,
             tally.completion_tokens,
             timings["ttft_ms"],
             _rate(timings["prompt_per_second"]),
@@ -108,6 +109,7 @@ class Record:
         return {
             "prompt_tokens": tally.prompt_tokens,
             "prefix_cache_hit_tokens": tally.cached_tokens,
+            "prefix_reuse_path": tally.reuse,
             "completion_tokens": tally.completion_tokens,
         }
 

@@ -34,6 +34,11 @@ class Tally:
         return sum(self._opened[i].admitted.cached_tokens for i in self._job.first_choices if i in self._opened)
 
     @property
+    def reuse(self) -> str:
+        """Where the first prompt's cached part came from, or why there is none."""
+        return self._opened[0].admitted.reuse if 0 in self._opened else "none"
+
+    @property
     def completion_tokens(self) -> int:
         return sum(ended.completion_tokens for ended in self.ended.values())
 
@@ -48,7 +53,7 @@ class Tally:
         }
 
     def timings(self) -> dict[str, Any]:
-        return timings(list(self.ended.values()))
+        return timings(list(self.ended.values())) | {"cache_reuse": self.reuse}
 
 
 def timings(choices: Sequence[Ended]) -> dict[str, Any]:

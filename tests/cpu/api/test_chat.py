@@ -82,11 +82,20 @@ def test_usage_comes_last_when_asked_for(api: Api) -> None:
     assert ["timings" in chunk for chunk in parsed] == [False] * (len(parsed) - 1) + [True]
 
 
+def test_the_engine_learns_where_messages_end(api: Api) -> None:
+    api.post(messages=[{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+    request = api.engine.requests[0]
+    ends = [i + 1 for i, token in enumerate(request.token_ids) if token in request.stop_ids]
+    assert len(ends) == 2
+    assert request.boundaries == ends
+
+
 def test_timings_are_the_engines_and_rates_follow_from_them(api: Api) -> None:
     api.engine.cached_tokens = 3
     timings = api.post().json()["timings"]
     prompt = len(api.engine.requests[0].token_ids)
     assert timings["cache_n"] == 3
+    assert timings["cache_reuse"] == "none"
     assert timings["prompt_n"] == prompt - 3
     assert timings["prompt_ms"] == 500
     assert timings["prompt_per_second"] == (prompt - 3) / 0.5

@@ -65,6 +65,7 @@ def test_every_way_a_request_can_end(tmp_path: Path) -> None:
     assert done["result"] == {
         "prompt_tokens": len(engine.requests[0].token_ids),
         "prefix_cache_hit_tokens": 0,
+        "prefix_reuse_path": "none",
         "completion_tokens": 2 * (len(SECRET) + 1),
     }
     assert [choice["timings"]["decode_s"] for choice in done["choices"]] == [2.0, 2.0]
