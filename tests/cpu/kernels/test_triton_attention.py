@@ -30,14 +30,12 @@ def test_columns_are_independent() -> None:
 
 
 def test_splits_cover_every_page_once() -> None:
-    route = interpreted("attention")
+    splits = interpreted("attention").splits
     for pages in [*range(1, 1100), 4096]:
-        count = route.splits(pages)
-        starts = [first_page(route, split) for split in (count - 1, count)]
-        assert starts[0] < pages <= starts[1]
-    assert route.splits(4096) == 160
+        assert first_page(splits(pages) - 1) < pages <= first_page(splits(pages))
+    assert splits(4096) == 236
 
 
-def first_page(route, split: int) -> int:
-    """The definition, in words: 64 splits of 4 pages, 48 of 16, then 64 pages each."""
-    return sum([4] * min(split, 64) + [16] * min(max(split - 64, 0), 48) + [64] * max(split - 112, 0))
+def first_page(split: int) -> int:
+    """The definition, in words: 64 splits of 2 pages, 64 of 8, then 32 pages each."""
+    return sum([2] * min(split, 64) + [8] * min(max(split - 64, 0), 64) + [32] * max(split - 128, 0))

@@ -17,9 +17,9 @@ from longlane.kernels.ragged import Ragged
 
 # Longest row of new tokens that counts as short.
 SHORT = 16
-# Splits: 64 of 4 pages, 48 of 16, then 64 pages each. Few enough to join, short enough to fill a card at any depth.
-FINE, MIDDLE = tl.constexpr(64), tl.constexpr(48)
-FINE_PAGES, MIDDLE_PAGES, COARSE_PAGES = tl.constexpr(4), tl.constexpr(16), tl.constexpr(64)
+# Splits: 64 of 2 pages, 64 of 8, then 32 pages each. Few enough to join, short enough to fill a card at any depth.
+FINE, MIDDLE = tl.constexpr(64), tl.constexpr(64)
+FINE_PAGES, MIDDLE_PAGES, COARSE_PAGES = tl.constexpr(2), tl.constexpr(8), tl.constexpr(32)
 
 
 @triton.jit
@@ -41,26 +41,25 @@ def splits(pages: int) -> int:
 
 
 @triton.jit
-def _scores(q, k_page, position, offset, first_slot, end, scale, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
-    """(log2-domain scores [M, 64], mask of loadable slots [64]) of one page; q [M, BLOCK_D], `position` [M]."""
+def _attend_tile(
+    acc, peak, mass, q, k_pages, v_pages, place, position, first, first_slot, end, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """TILE slots from cache position `first`, whose keys lie at `place`, into the running (sum of values, maximum, sum of
+    weights) of the queries q [M, BLOCK_D] at `position` [M]. Scores are in the domain of exp2."""
     d = tl.arange(0, BLOCK_D)
-    slot = tl.arange(0, 64)
-    live = (offset + slot >= first_slot) & (offset + slot < end)
-    k = tl.load(k_page + slot[:, None] * D + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+    slot = tl.arange(0, TILE)
+    live = (first + slot >= first_slot) & (first + slot < end)
+    where = place + slot[:, None] * D + d[None, :]
+    inside = live[:, None] & (d < D)[None, :]
+    k = tl.load(k_pages + where, mask=inside, other=0.0)
+    v = tl.load(v_pages + where, mask=inside, other=0.0)
     if WIDE:
         s = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
     else:
         s = tl.dot(q, tl.trans(k))
-    seen = live[None, :] & (offset + slot[None, :] <= position[:, None])
-    return tl.where(seen, s * scale, float("-inf")), live
-
-
-@triton.jit
-def _absorb(acc, peak, mass, s, v_page, live, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
-    """One page into the running (sum of values, maximum, sum of weights)."""
-    d = tl.arange(0, BLOCK_D)
-    slot = tl.arange(0, 64)
-    v = tl.load(v_page + slot[:, None] * D + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+    seen = live[None, :] & (first + slot[None, :] <= position[:, None])
+    s = tl.where(seen, s * scale, float("-inf"))
     top = tl.maximum(peak, tl.max(s, axis=1))
     # A row that has seen nothing keeps a maximum of -inf; 0 in its place keeps its weights 0 instead of NaN.
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -80,20 +79,23 @@ def _short(
     SPLITS: tl.constexpr, SHORT: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Part of one split for COLUMNS tokens of one row and KV head: acc [tokens, heads, SPLITS, D] and its peak and mass."""
-    split, kv_head = tl.program_id(0), tl.program_id(1) % KV_HEADS
+    # The long splits, which are the last, start first.
+    split, kv_head = SPLITS - 1 - tl.program_id(0), tl.program_id(1) % KV_HEADS
     first_token = tl.program_id(1) // KV_HEADS * COLUMNS
     row = tl.program_id(2)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    # What lays out the step is older than the kernels that make q and the last keys.
     start = tl.load(starts + row)
     length = tl.load(starts + row + 1) - start
     context = tl.load(contexts + row)
     end = context + length
     page, last = _first_page(split), _first_page(split + 1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     if (length > SHORT) | (first_token >= length) | (page * 64 >= end):
         return
     M: tl.constexpr = 32
+    TILE: tl.constexpr = 32
     m = tl.arange(0, M)
     d = tl.arange(0, BLOCK_D)
     token, head = first_token + m // GROUP, kv_head * GROUP + m % GROUP
@@ -104,10 +106,13 @@ def _short(
     acc = tl.zeros([M, BLOCK_D], tl.float32)
     peak = tl.full([M], float("-inf"), tl.float32)
     mass = tl.zeros([M], tl.float32)
-    for p in range(page, tl.minimum(last, tl.cdiv(end, 64))):
-        place = (tl.load(table + row * table_stride + p).to(tl.int64) * KV_HEADS + kv_head) * 64 * D
-        s, live = _scores(query, k_pages + place, position, p * 64, first_slot, end, scale, D, BLOCK_D, WIDE)
-        acc, peak, mass = _absorb(acc, peak, mass, s, v_pages + place, live, D, BLOCK_D, WIDE)
+    for first in range(page * 64, tl.minimum(last * 64, end), TILE):
+        page_id = tl.load(table + row * table_stride + first // 64).to(tl.int64)
+        place = ((page_id * KV_HEADS + kv_head) * 64 + first % 64) * D
+        acc, peak, mass = _attend_tile(
+            acc, peak, mass, query, k_pages, v_pages, place, position, first, first_slot, end, scale,
+            D, BLOCK_D, TILE, WIDE,
+        )  # fmt: skip
     where = ((start + token).to(tl.int64) * (KV_HEADS * GROUP) + head) * SPLITS + split
     tl.store(partial + where[:, None] * D + d[None, :], acc, mask=real[:, None] & (d < D)[None, :])
     tl.store(peaks + where, peak, mask=real)
@@ -117,42 +122,38 @@ def _short(
 @triton.jit
 def _join(
     partial, peaks, masses, starts, contexts, out,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
     SHORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of one token and head, in order."""
     column, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts + row)
+    length = tl.load(starts + row + 1) - start
+    position = tl.load(contexts + row) + column
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    start = tl.load(starts + row)
-    length = tl.load(starts + row + 1) - start
     if (length > SHORT) | (column >= length):
         return
-    position = tl.load(contexts + row) + column
     d = tl.arange(0, BLOCK_D)
     where = ((start + column).to(tl.int64) * HEADS + head) * SPLITS
+    # Splits that start beyond the token hold nothing for it.
+    split = tl.arange(0, BLOCK_S)
+    real = (split < SPLITS) & (_first_page(split) * 64 <= position)
+    part_peak = tl.load(peaks + where + split, mask=real, other=float("-inf"))
+    part_mass = tl.load(masses + where + split, mask=real, other=0.0)
+    top = tl.max(part_peak)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    mass = tl.sum(part_mass * tl.exp2(part_peak - base))
     S: tl.constexpr = 16
     acc = tl.zeros([BLOCK_D], tl.float32)
-    peak = float("-inf")
-    mass = 0.0
-    first = 0
-    # Splits that start beyond the token hold nothing for it.
-    while (first < SPLITS) & (_first_page(first) * 64 <= position):
+    for first in range(0, tl.sum(real.to(tl.int32)), S):
         split = first + tl.arange(0, S)
         real = (split < SPLITS) & (_first_page(split) * 64 <= position)
-        part_peak = tl.load(peaks + where + split, mask=real, other=float("-inf"))
-        part_mass = tl.load(masses + where + split, mask=real, other=0.0)
+        weight = tl.exp2(tl.load(peaks + where + split, mask=real, other=float("-inf")) - base)
         inside = real[:, None] & (d < D)[None, :]
         part = tl.load(partial + (where + split)[:, None] * D + d[None, :], mask=inside, other=0.0)
-        top = tl.maximum(peak, tl.max(part_peak))
-        base = tl.where(top == float("-inf"), 0.0, top)
-        weight = tl.exp2(part_peak - base)
-        shrink = tl.exp2(peak - base)
-        acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
-        mass = mass * shrink + tl.sum(part_mass * weight)
-        peak = top
-        first += S
+        acc += tl.sum(part * weight[:, None], axis=0)
     # Nothing seen: zeros.
     result = acc / tl.where(mass > 0, mass, 1.0)
     target = out + ((start + column).to(tl.int64) * HEADS + head) * D + d
@@ -163,7 +164,7 @@ def _join(
 def _long(
     q, k_pages, v_pages, table, starts, contexts, out, q_stride, table_stride, first_slot, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    M: tl.constexpr, SHORT: tl.constexpr, WIDE: tl.constexpr,
+    M: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """M (token, head of the group) rows of one row and KV head against all its pages."""
     # The last block has the most to see: it starts first.
@@ -183,10 +184,13 @@ def _long(
     acc = tl.zeros([M, BLOCK_D], tl.float32)
     peak = tl.full([M], float("-inf"), tl.float32)
     mass = tl.zeros([M], tl.float32)
-    for p in range(0, tl.cdiv(end, 64)):
-        place = (tl.load(table + row * table_stride + p).to(tl.int64) * KV_HEADS + kv_head) * 64 * D
-        s, live = _scores(query, k_pages + place, position, p * 64, first_slot, end, scale, D, BLOCK_D, WIDE)
-        acc, peak, mass = _absorb(acc, peak, mass, s, v_pages + place, live, D, BLOCK_D, WIDE)
+    for first in range(0, end, TILE):
+        page_id = tl.load(table + row * table_stride + first // 64).to(tl.int64)
+        place = ((page_id * KV_HEADS + kv_head) * 64 + first % 64) * D
+        acc, peak, mass = _attend_tile(
+            acc, peak, mass, query, k_pages, v_pages, place, position, first, first_slot, end, scale,
+            D, BLOCK_D, TILE, WIDE,
+        )  # fmt: skip
     result = acc / tl.where(mass > 0, mass, 1.0)[:, None]
     target = out + ((start + token).to(tl.int64) * (KV_HEADS * GROUP) + head)[:, None] * D + d[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=inside)
@@ -208,12 +212,15 @@ def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot:
     if min(lengths) <= SHORT:
         _attend_short(q, pages, rows, out, scale2, first_slot, min(max(lengths), SHORT), WIDE=wide, **shape)
     if max(lengths) > SHORT:
-        group, block = heads // kv_heads, 128 if size >= 64 else 32
-        grid = (triton.cdiv(max(lengths) * group, block), kv_heads, rows.rows)
+        # A tile of queries and two stages of keys and values must fit shared memory.
+        large = properties(q).shared_bytes >= 200 << 10
+        block, tile = (128, 64) if large else (64, 32)
+        grid = (triton.cdiv(max(lengths) * (heads // kv_heads), block), kv_heads, rows.rows)
         _long[grid](
             q, pages.k, pages.v, rows.block_table, rows.starts, rows.contexts, out, q.stride(0),
             rows.block_table.stride(0), first_slot, scale2,
-            KV_HEADS=kv_heads, GROUP=group, M=block, WIDE=wide, num_warps=8, num_stages=2, **shape,
+            KV_HEADS=kv_heads, GROUP=heads // kv_heads, M=block, TILE=tile, WIDE=wide,
+            num_warps=8 if large else 4, num_stages=2, **shape,
         )  # fmt: skip
     return out
 
@@ -232,11 +239,11 @@ def _attend_short(
     _short[(parts, kv_heads * triton.cdiv(longest, columns), rows.rows)](
         q, pages.k, pages.v, rows.block_table, rows.starts, rows.contexts, partial, peaks, masses, q.stride(0),
         rows.block_table.stride(0), first_slot, scale,
-        KV_HEADS=kv_heads, GROUP=group, COLUMNS=columns, SPLITS=parts, PDL=pdl, num_warps=4, num_stages=2,
+        KV_HEADS=kv_heads, GROUP=group, COLUMNS=columns, SPLITS=parts, PDL=pdl, num_warps=4, num_stages=3,
         launch_pdl=pdl, **shape,
     )  # fmt: skip
     shape.pop("WIDE")
     _join[(longest, heads, rows.rows)](
         partial, peaks, masses, rows.starts, rows.contexts, out,
-        HEADS=heads, SPLITS=parts, PDL=pdl, num_warps=4, launch_pdl=pdl, **shape,
+        HEADS=heads, SPLITS=parts, BLOCK_S=triton.next_power_of_2(parts), PDL=pdl, num_warps=4, launch_pdl=pdl, **shape,
     )  # fmt: skip

@@ -39,13 +39,14 @@ def _causal_conv(
     block, row = tl.program_id(0), tl.program_id(2)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     inside = channel < C
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    # What lays out the step is older than the kernel that makes x.
     start = tl.load(starts + row)
     length = tl.load(starts + row + 1) - start
     context = tl.load(contexts + row)
     slot = tl.load(slots + row).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     if block * BLOCK_T >= length:
         return
     t = block * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
@@ -124,11 +125,16 @@ def _recurrence(
     i = tl.arange(0, BLOCK_K)[None, :]
     log_rate = tl.load(a_log + head).to(tl.float32)
     bias = tl.load(dt_bias + head).to(tl.float32)
+    start = tl.load(starts + row)
+    length = tl.load(starts + row + 1) - start
+    slot = tl.load(slots + row).to(tl.int64)
+    place = state + ((slot * HV + head) * DV + value)[:, None] * DK + i
+    inside = (value < DV)[:, None] & (i < DK)
+    # No other kernel of the step writes this state, so it is on its way before the kernel that makes qkv has ended.
+    s = tl.load(place, mask=inside & (tl.load(contexts + row) > 0), other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    start = tl.load(starts + row)
-    length = tl.load(starts + row + 1) - start
     if ADVANCE and not FOLD:
         if length > SHORT:
             return
@@ -136,15 +142,9 @@ def _recurrence(
         length = tl.load(accepted + row).to(tl.int32)
         if length == 0:
             return
-    slot = tl.load(slots + row).to(tl.int64)
-    place = state + ((slot * HV + head) * DV + value)[:, None] * DK + i
-    inside = (value < DV)[:, None] & (i < DK)
-    s = tl.load(place, mask=inside & (tl.load(contexts + row) > 0), other=0.0)
     for t in range(length):
         token = (start + t).to(tl.int64)
-        s, q = _column(
-            s, qkv, a, b, log_rate, bias, token, head, value, C, gate_stride, HV, REPEAT, DV, DK, BLOCK_K
-        )
+        s, q = _column(s, qkv, a, b, log_rate, bias, token, head, value, C, gate_stride, HV, REPEAT, DV, DK, BLOCK_K)
         if not FOLD:
             o = tl.sum(s * q, axis=1) / tl.sqrt(DK * 1.0)
             tl.store(out + (token * HV + head) * DV + value, o.to(out.dtype.element_ty), mask=value < DV)
@@ -167,78 +167,87 @@ def _fold_history(
 
 
 @triton.jit
-def _chunk_inputs(
-    qkv, a, b, a_log, dt_bias, start, length, chunk, head, C, gate_stride,
-    HV: tl.constexpr, REPEAT: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """(q, k [64, BLOCK_K], running log decay [64], beta [64]) of a chunk. Padded tokens neither decay nor write."""
-    t = chunk * CHUNK + tl.arange(0, CHUNK)
-    real = t < length
-    token = (start + t).to(tl.int64)
-    i = tl.arange(0, BLOCK_K)[None, :]
-    inside = real[:, None] & (i < DK)
-    KEY: tl.constexpr = HV // REPEAT * DK
-    base = qkv + token[:, None] * C + head // REPEAT * DK + i
-    q = _unit(tl.load(base, mask=inside, other=0.0).to(tl.float32))
-    k = _unit(tl.load(base + KEY, mask=inside, other=0.0).to(tl.float32))
-    raw = tl.load(a + token * gate_stride + head, mask=real, other=0.0).to(tl.float32)
-    decay = tl.where(real, _decay(raw, tl.load(a_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)), 0.0)
-    strength = tl.load(b + token * gate_stride + head, mask=real, other=0.0).to(tl.float32)
-    beta = tl.where(real, 1 / (1 + tl.exp(-strength)), 0.0)
-    return q, k, tl.cumsum(decay, axis=0), beta
+def _block_inverse(lower):
+    """(I + D)^-1 [64, 64], D the 16 x 16 diagonal blocks of the strictly lower `lower`, by forward substitution."""
+    block = tl.arange(0, 4)
+    r = tl.arange(0, 16)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    diagonal = tl.sum(tl.where(same, tl.reshape(lower, [4, 16, 4, 16]), 0.0), axis=2)
+    inverse = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, tl.zeros([4, 16, 16], tl.float32))
+    for i in range(1, 16):
+        here = (r == i)[None, :, None]
+        factors = tl.sum(tl.where(here, diagonal, 0.0), axis=1)
+        line = tl.sum(factors[:, :, None] * inverse, axis=1)
+        inverse = tl.where(here, inverse - line[:, None, :], inverse)
+    return tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [64, 64])
 
 
 @triton.jit
 def _solve(
-    qkv, a, b, a_log, dt_bias, starts, u, w, scores, C, gate_stride,
+    qkv, a, b, a_log, dt_bias, starts, u, w, carried, kept, scores, decays, C, gate_stride,
     HV: tl.constexpr, REPEAT: tl.constexpr, DV: tl.constexpr, DK: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, SHORT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """u = T beta V and w = T beta e^G K with T = (I + tril(beta K K^T e^(Gi - Gj), -1))^-1, and
-    scores = tril(Q K^T e^(Gi - Gj)) / sqrt(DK), of one chunk and head. Chunks lie at their own tokens in u and w."""
+    """All of one chunk and head that does not need the state. With G the running sum of log alpha and
+    T = (I + tril(beta K K^T e^(Gi - Gj), -1))^-1: u = T beta V, w = T beta e^G K, carried = e^G Q / sqrt(DK),
+    kept = e^(G_last - G) K, scores = tril(Q K^T e^(Gi - Gj)) / sqrt(DK), decays = e^G_last at the chunk's first token.
+    Padded tokens neither decay nor write: their decay, beta and k are 0."""
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + row)
     length = tl.load(starts + row + 1) - start
     if (length <= SHORT) | (chunk * CHUNK >= length):
         return
-    q, k, total, beta = _chunk_inputs(
-        qkv, a, b, a_log, dt_bias, start, length, chunk, head, C, gate_stride, HV, REPEAT, DK, BLOCK_K
-    )
+    dtype = u.dtype.element_ty
     r = tl.arange(0, CHUNK)
-    below = r[:, None] > r[None, :]
-    # Of two positive or two negative numbers of any size the exponent is still at most 0 where it counts.
-    decay = tl.exp(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], 0.0))
-    lower = tl.where(below, tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None], 0.0)
-    # Forward substitution: row i of the inverse from those before it.
-    inverse = tl.where(r[:, None] == r[None, :], 1.0, 0.0)
-    for i in range(1, CHUNK):
-        factors = tl.sum(tl.where(r[:, None] == i, lower, 0.0), axis=0)
-        line = tl.sum(factors[:, None] * inverse, axis=0)
-        inverse = tl.where(r[:, None] == i, inverse - line[None, :], inverse)
     t = chunk * CHUNK + r
     real = t < length
     token = (start + t).to(tl.int64)
-    j = tl.arange(0, BLOCK_V)[None, :]
+    line = token * HV + head
+    i, j = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
+    inside = real[:, None] & (i < DK)
     KEY: tl.constexpr = HV // REPEAT * DK
+    base = qkv + token[:, None] * C + head // REPEAT * DK + i
+    q = _unit(tl.load(base, mask=inside, other=0.0).to(tl.float32)) / tl.sqrt(DK * 1.0)
+    k = _unit(tl.load(base + KEY, mask=inside, other=0.0).to(tl.float32))
+    raw = tl.load(a + token * gate_stride + head, mask=real, other=0.0).to(tl.float32)
+    rate, bias = tl.load(a_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
+    total = tl.cumsum(tl.where(real, _decay(raw, rate, bias), 0.0), axis=0)
+    strength = tl.load(b + token * gate_stride + head, mask=real, other=0.0).to(tl.float32)
+    beta = tl.where(real, 1 / (1 + tl.exp(-strength)), 0.0)
+    last = tl.sum(tl.where(r == CHUNK - 1, total, 0.0))
+    tl.store(carried + line[:, None] * DK + i, (q * tl.exp(total)[:, None]).to(dtype), mask=inside)
+    tl.store(kept + line[:, None] * DK + i, (k * tl.exp(last - total)[:, None]).to(dtype), mask=inside)
+    tl.store(decays + (start + chunk * CHUNK).to(tl.int64) * HV + head, tl.exp(last))
+
+    keys = k.to(dtype)
+    # Above the diagonal the exponent would be positive and could overflow.
+    decay = tl.exp(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], 0.0))
+    seen = tl.where(r[:, None] >= r[None, :], tl.dot(q.to(dtype), tl.trans(keys), input_precision=PRECISION) * decay, 0.0)
+    tl.store(scores + line[:, None] * CHUNK + r[None, :], seen.to(dtype), mask=real[:, None])
+    lower = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * decay * beta[:, None]
+    lower = tl.where(r[:, None] > r[None, :], lower, 0.0)
+    # I + lower = (I + D)(I + X) with X block-strictly lower, so that X^4 = 0.
+    inverse = _block_inverse(lower)
+    x = tl.dot(inverse, tl.where(r[:, None] // 16 > r[None, :] // 16, lower, 0.0), input_precision=PRECISION)
+    xx = tl.dot(x, x, input_precision=PRECISION)
+    series = tl.where(r[:, None] == r[None, :], 1.0, 0.0) - x + xx - tl.dot(x, xx, input_precision=PRECISION)
+    solved = tl.dot(series, inverse, input_precision=PRECISION).to(dtype)
     values = tl.load(qkv + token[:, None] * C + 2 * KEY + head * DV + j, mask=real[:, None] & (j < DV), other=0.0)
-    fresh = tl.dot(inverse, values.to(tl.float32) * beta[:, None], input_precision=PRECISION)
-    tl.store(u + (token[:, None] * HV + head) * DV + j, fresh, mask=real[:, None] & (j < DV))
-    keys = tl.dot(inverse, k * (beta * tl.exp(total))[:, None], input_precision=PRECISION)
-    i = tl.arange(0, BLOCK_K)[None, :]
-    tl.store(w + (token[:, None] * HV + head) * DK + i, keys, mask=real[:, None] & (i < DK))
-    seen = tl.where(below | (r[:, None] == r[None, :]), tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay, 0.0)
-    target = scores + (token[:, None] * HV + head) * CHUNK + r[None, :]
-    tl.store(target, seen / tl.sqrt(DK * 1.0), mask=real[:, None])
+    values = (values.to(tl.float32) * beta[:, None]).to(dtype)
+    fresh = tl.dot(solved, values, input_precision=PRECISION)
+    tl.store(u + line[:, None] * DV + j, fresh.to(dtype), mask=real[:, None] & (j < DV))
+    grown = tl.dot(solved, (k * (beta * tl.exp(total))[:, None]).to(dtype), input_precision=PRECISION)
+    tl.store(w + line[:, None] * DK + i, grown.to(dtype), mask=inside)
 
 
 @triton.jit
 def _walk(
-    qkv, a, b, a_log, dt_bias, state, starts, contexts, slots, u, w, scores, out, C, gate_stride,
-    HV: tl.constexpr, REPEAT: tl.constexpr, DV: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
-    VALUES: tl.constexpr, ADVANCE: tl.constexpr, SHORT: tl.constexpr, PRECISION: tl.constexpr,
+    state, starts, contexts, slots, u, w, carried, kept, scores, decays, out,
+    HV: tl.constexpr, DV: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
+    VALUES: tl.constexpr, SHORT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """VALUES rows of one head's state through the chunks of one row: V' = U - W S^T, O = e^G Q S^T / sqrt(DK) + scores V',
-    S <- e^G_last S + V'^T (e^(G_last - G) K). The state is kept transposed, [BLOCK_K, VALUES]."""
+    """VALUES rows of one head's state through the chunks of one row: V' = u - w S^T, O = carried S^T + scores V',
+    S <- e^G_last S + V'^T kept. The state is kept transposed, [BLOCK_K, VALUES] float32."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + row)
     length = tl.load(starts + row + 1) - start
@@ -252,23 +261,23 @@ def _walk(
     s = tl.load(place, mask=inside & (tl.load(contexts + row) > 0), other=0.0)
     r = tl.arange(0, CHUNK)
     for chunk in range(tl.cdiv(length, CHUNK)):
-        q, k, total, _ = _chunk_inputs(
-            qkv, a, b, a_log, dt_bias, start, length, chunk, head, C, gate_stride, HV, REPEAT, DK, BLOCK_K
-        )
         t = chunk * CHUNK + r
         real = (t < length)[:, None]
         line = (start + t).to(tl.int64)[:, None] * HV + head
-        fresh = tl.load(u + line * DV + value, mask=real & (value < DV), other=0.0)
-        keys = tl.load(w + line * DK + i[None, :], mask=real & (i < DK)[None, :], other=0.0)
+        key = line * DK + i[None, :]
+        keys_inside = real & (i < DK)[None, :]
+        grown = tl.load(w + key, mask=keys_inside, other=0.0)
+        fresh = tl.load(u + line * DV + value, mask=real & (value < DV), other=0.0).to(tl.float32)
+        dtype = grown.dtype
+        fresh -= tl.dot(grown, s.to(dtype), input_precision=PRECISION)
+        o = tl.dot(tl.load(carried + key, mask=keys_inside, other=0.0), s.to(dtype), input_precision=PRECISION)
         seen = tl.load(scores + line * CHUNK + r[None, :], mask=real, other=0.0)
-        fresh -= tl.dot(keys, s, input_precision=PRECISION)
-        o = tl.dot(q * (tl.exp(total) / tl.sqrt(DK * 1.0))[:, None], s, input_precision=PRECISION)
-        o += tl.dot(seen, fresh, input_precision=PRECISION)
+        o += tl.dot(seen, fresh.to(dtype), input_precision=PRECISION)
         tl.store(out + line * DV + value, o.to(out.dtype.element_ty), mask=real & (value < DV))
-        last = tl.sum(tl.where(r == CHUNK - 1, total, 0.0))
-        s = s * tl.exp(last) + tl.dot(tl.trans(k * tl.exp(last - total)[:, None]), fresh, input_precision=PRECISION)
-    if ADVANCE:
-        tl.store(place, s, mask=inside)
+        keys = tl.load(kept + key, mask=keys_inside, other=0.0)
+        decay = tl.load(decays + (start + chunk * CHUNK).to(tl.int64) * HV + head)
+        s = s * decay + tl.dot(tl.trans(keys), fresh.to(dtype), input_precision=PRECISION)
+    tl.store(place, s, mask=inside)
 
 
 def causal_conv(x: Tensor, weight: Tensor, history: Tensor, rows: Ragged, *, advance: bool) -> Tensor:
@@ -303,9 +312,7 @@ def delta_rule(
 def fold(
     record: Record, accepted: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, history: Tensor, rows: Ragged
 ) -> None:
-    _recur(
-        record.qkv, record.a, record.b, a_log, dt_bias, state, rows, record.qkv, accepted, advance=True, fold=True
-    )
+    _recur(record.qkv, record.a, record.b, a_log, dt_bias, state, rows, record.qkv, accepted, advance=True, fold=True)
     channels, taps = record.x.shape[1], history.shape[2] + 1
     _fold_history[(triton.cdiv(channels, 256), rows.rows)](
         record.x, history, rows.starts, rows.contexts, rows.slots, accepted, record.x.stride(0), channels,
@@ -340,19 +347,23 @@ def _chunked(
 ) -> None:
     shape, tokens = _heads(qkv, state), qkv.shape[0]
     assert a.stride() == b.stride() and a.stride(1) == 1, (a.stride(), b.stride())
-    # Products of the state in tf32 (10 fraction bits, float32 range); the interpreter has float32 alone.
+    value_heads, value_dim, key_dim = state.shape[1:]
+    # Operands of products in the dtype of qkv, sums and the carried state in float32; float32 operands are for tests.
     precision = "tf32" if qkv.dtype == torch.bfloat16 else "ieee"
-    u, w, scores = (
-        torch.empty(tokens, shape["HV"], size, dtype=torch.float32, device=qkv.device)
-        for size in (shape["DV"], shape["DK"], CHUNK.value)
-    )
+
+    def scratch(size: int, dtype: torch.dtype = qkv.dtype) -> Tensor:
+        return torch.empty(tokens, value_heads, size, dtype=dtype, device=qkv.device)
+
+    parts = [scratch(size) for size in (value_dim, key_dim, key_dim, key_dim, CHUNK.value)]
+    parts.append(scratch(1, torch.float32))
     chunks = triton.cdiv(max(rows.lengths()), CHUNK.value)
-    _solve[(chunks, shape["HV"], rows.rows)](
-        qkv, a, b, a_log, dt_bias, rows.starts, u, w, scores, qkv.shape[1], a.stride(0),
-        BLOCK_V=max(16, triton.next_power_of_2(shape["DV"])), SHORT=SHORT, PRECISION=precision, num_warps=4, **shape,
+    _solve[(chunks, value_heads, rows.rows)](
+        qkv, a, b, a_log, dt_bias, rows.starts, *parts, qkv.shape[1], a.stride(0),
+        BLOCK_V=max(16, triton.next_power_of_2(value_dim)), SHORT=SHORT, PRECISION=precision, num_warps=4, **shape,
     )  # fmt: skip
-    values = 32
-    _walk[(triton.cdiv(shape["DV"], values), shape["HV"], rows.rows)](
-        qkv, a, b, a_log, dt_bias, state, rows.starts, rows.contexts, rows.slots, u, w, scores, out, qkv.shape[1],
-        a.stride(0), VALUES=values, ADVANCE=True, SHORT=SHORT, PRECISION=precision, num_warps=4, **shape,
+    values, stages = 32, 2 if properties(qkv).shared_bytes >= 160 << 10 else 1
+    _walk[(triton.cdiv(value_dim, values), value_heads, rows.rows)](
+        state, rows.starts, rows.contexts, rows.slots, *parts, out,
+        HV=value_heads, DV=value_dim, DK=key_dim, BLOCK_K=shape["BLOCK_K"], VALUES=values, SHORT=SHORT,
+        PRECISION=precision, num_warps=4, num_stages=stages if qkv.dtype == torch.bfloat16 else 1,
     )  # fmt: skip

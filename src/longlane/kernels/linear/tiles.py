@@ -22,6 +22,9 @@ COLUMNS = 64
 # Rows and blocks are padded to these, so that every tile size of the kernels divides them.
 PAD_ROWS = 64
 PAD_BLOCKS = 8
+# Words of a block, and those before its scales.
+BLOCK = {"q4": 136, "q5": 168, "q6": 200, "q8": 272, "bf16": 512}
+SCALES = {"q4": 128, "q5": 160, "q6": 192, "q8": 256}
 OFFSET = {"q4": 8, "q5": 16, "q6": 32, "q8": 0}
 
 _KIND = {"q4_g64_fp16": "q4", "q5_g64_fp16": "q5", "q6_g64_fp16": "q6", "q8_g32_fp16": "q8", "t2_g128_fp16": "q4"}

@@ -9,19 +9,20 @@ shared memory (see `bench/results/log.md`).
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longlane.kernels.launch import properties
+from longlane.kernels.linear import tiles as tiles_of
 from longlane.kernels.linear import unpack
 from longlane.kernels.linear.tiles import COLUMNS, ROWS, Tiles
+from longlane.kernels.norm_rope.triton import swiglu
 
 # Columns up to which weights are streamed as codes; more are a matrix product of their own.
 STREAMED = 32
@@ -33,49 +34,60 @@ def _log(value: int) -> list[int]:
 
 
 @gluon.constexpr_function
-def _word_layout(warps, blocks, row_blocks):
-    """[row blocks, warps x blocks, 128]: four consecutive words a lane."""
-    registers = (
-        [[0, 0, 1], [0, 0, 2]] + [[0, warps * i, 0] for i in _log(blocks)] + [[i, 0, 0] for i in _log(row_blocks)]
-    )
-    lanes = [[0, 0, 4 << i] for i in range(5)]
-    return gl.DistributedLinearLayout(
-        registers, lanes, [[0, i, 0] for i in _log(warps)], [], [row_blocks, warps * blocks, 128]
-    )
+def _block_layout(cut, registers, lanes, size):
+    """[row blocks, blocks, size]: `registers` and `lanes` place a block in a warp, which has a run of row blocks; then come the
+    warps side by side, and those that share the blocks."""
+    split, side, blocks, rows = cut
+    registers = registers + [[0, split * i, 0] for i in _log(blocks)] + [[i, 0, 0] for i in _log(rows)]
+    warps = [[rows * i, 0, 0] for i in _log(side)] + [[0, i, 0] for i in _log(split)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [side * rows, split * blocks, size])
 
 
 @gluon.constexpr_function
-def _dense_layout(warps, blocks, row_blocks):
-    """[row blocks, warps x blocks, 1024]: eight consecutive values a lane in each of four planes."""
+def _word_layout(cut, size):
+    """Words of a block: four consecutive ones a lane in each plane of 128."""
+    registers = [[0, 0, 1], [0, 0, 2]] + [[0, 0, 128 * i] for i in _log(size // 128)]
+    return _block_layout(cut, registers, [[0, 0, 4 << i] for i in range(5)], size)
+
+
+@gluon.constexpr_function
+def _dense_layout(cut):
+    """The values of a bf16 block: eight consecutive ones a lane in each of four planes."""
     registers = [[0, 0, 1 << i] for i in range(3)] + [[0, 0, 256], [0, 0, 512]]
-    registers += [[0, warps * i, 0] for i in _log(blocks)] + [[i, 0, 0] for i in _log(row_blocks)]
-    lanes = [[0, 0, 8 << i] for i in range(5)]
-    return gl.DistributedLinearLayout(
-        registers, lanes, [[0, i, 0] for i in _log(warps)], [], [row_blocks, warps * blocks, 1024]
-    )
+    return _block_layout(cut, registers, [[0, 0, 8 << i] for i in range(5)], 1024)
 
 
 @gluon.constexpr_function
-def _scale_layout(warps, blocks, row_blocks, scales):
-    """[row blocks, warps x blocks, 8 x scales x 2]: the scales of a lane's two rows."""
-    width = 2 * scales
-    registers = [[0, 0, i] for i in _log(width)]
-    registers += [[0, warps * i, 0] for i in _log(blocks)] + [[i, 0, 0] for i in _log(row_blocks)]
+def _scale_layout(cut, groups):
+    """Scales of a block: those of a lane's two rows."""
+    width = 2 * groups
     lanes = [[0, 0, 0], [0, 0, 0]] + [[0, 0, width << i] for i in range(3)]
+    return _block_layout(cut, [[0, 0, i] for i in _log(width)], lanes, 8 * width)
+
+
+@gluon.constexpr_function
+def _scale_copy_layout(cut, groups):
+    """The same array, one or two words a lane, spread over all lanes."""
+    split, side, blocks, rows = cut
+    rest = [[0, i, 0] for i in _log(split * blocks)] + [[i, 0, 0] for i in _log(side * rows)]
+    threads = 2 + len(_log(split * side))
+    spread = rest[:threads] + [[0, 0, 0]] * (threads - len(rest))
+    lanes = [[0, 0, 2 * groups << i] for i in range(3)] + spread[:2]
+    registers = [[0, 0, i] for i in _log(2 * groups)] + rest[threads:]
     return gl.DistributedLinearLayout(
-        registers, lanes, [[0, i, 0] for i in _log(warps)], [], [row_blocks, warps * blocks, 8 * width]
+        registers, lanes, spread[2:], [], [side * rows, split * blocks, 16 * groups]
     )
 
 
 @gluon.constexpr_function
-def _column_layout(warps, blocks, columns):
-    """Activations [columns, warps x blocks, 64]: eight consecutive values a lane in each half of a block."""
-    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 32]] + [[8 * i, 0, 0] for i in _log(columns // 8)]
-    registers += [[0, warps * i, 0] for i in _log(blocks)]
-    lanes = [[0, 0, 8], [0, 0, 16], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    return gl.DistributedLinearLayout(
-        registers, lanes, [[0, i, 0] for i in _log(warps)], [], [columns, warps * blocks, 64]
-    )
+def _column_layout(cut, columns):
+    """Activations [columns, 32 x blocks] as pairs: four consecutive pairs a lane in each half of a block."""
+    split, side, blocks, _ = cut
+    registers = [[0, 1], [0, 2], [0, 16]] + [[8 * i, 0] for i in _log(columns // 8)]
+    registers += [[0, 32 * split * i] for i in _log(blocks)]
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    warps = [[0, 0] for _ in _log(side)] + [[0, 32 * i] for i in _log(split)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [columns, 32 * split * blocks])
 
 
 @gluon.constexpr_function
@@ -88,15 +100,9 @@ def _matrix_layout(warps, row_blocks):
     )
 
 
-PREFETCH = gl.constexpr(
-    """{
-    .reg .pred p;
-    mov.u32 $0, %tid.x;
-    setp.eq.u32 p, $0, 0;
-    @p cp.async.bulk.prefetch.L2.global [$1], $2;
-    }"""
-)
-EIGHT = gl.constexpr((gl.bfloat16,) * 8)
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+TWO, EIGHT = gl.constexpr((gl.bfloat16,) * 2), gl.constexpr((gl.bfloat16,) * 8)
+MOVE, MOVE_WIRES = gl.constexpr("mov.b32 $0, $2; mov.b32 $1, $3;"), gl.constexpr("=r,=r,r,r")
 ASSEMBLY = gl.constexpr(unpack.ASSEMBLY)
 CONSTRAINTS = gl.constexpr(unpack.CONSTRAINTS)
 
@@ -106,9 +112,7 @@ def _entry(table, key):
     return table[key]
 
 
-# Words of a block, and those before its extra words or scales.
-BLOCK = gl.constexpr({"q4": 136, "q5": 168, "q6": 200, "q8": 272, "bf16": 512})
-SCALES = gl.constexpr({"q4": 128, "q5": 160, "q6": 192, "q8": 256})
+BLOCK, SCALES = gl.constexpr(tiles_of.BLOCK), gl.constexpr(tiles_of.SCALES)
 
 
 @gluon.jit
@@ -125,47 +129,44 @@ def _offsets(layout: gl.constexpr, stride, block: gl.constexpr):
 
 
 @gluon.jit
-def _load_words(data, blocks, KIND: gl.constexpr, W: gl.constexpr, J: gl.constexpr, R: gl.constexpr):
-    """(first words, second words) of W J blocks: the second are the extra ones of q5 and q6, the second plane of q8."""
+def _copy(stage, data, blocks, KIND: gl.constexpr, CUT: gl.constexpr):
+    """Start copying a step's blocks to the (words, extra words, scales) of a stage in shared memory."""
+    words, extra, scales = stage[0], stage[1], stage[2]
     SIZE: gl.constexpr = _entry(BLOCK, KIND)
+    WORDS: gl.constexpr = _word_layout(CUT, words.shape[2])
+    async_copy.async_copy_global_to_shared(words, data + _offsets(WORDS, blocks * SIZE, SIZE))
+    if KIND == "q5" or KIND == "q6":
+        BYTES: gl.constexpr = 4 if KIND == "q5" else 2
+        EXTRA: gl.constexpr = _word_layout(CUT, 128)
+        rest = (data + 128).to(gl.pointer_type(extra.dtype), bitcast=True)
+        async_copy.async_copy_global_to_shared(extra, rest + _offsets(EXTRA, blocks * (BYTES * SIZE), BYTES * SIZE))
+    if KIND != "bf16":
+        SCALE: gl.constexpr = _scale_copy_layout(CUT, 2 if KIND == "q8" else 1)
+        halves = (data + _entry(SCALES, KIND)).to(gl.pointer_type(gl.float16), bitcast=True)
+        async_copy.async_copy_global_to_shared(scales, halves + _offsets(SCALE, blocks * (2 * SIZE), 2 * SIZE))
+
+
+@gluon.jit
+def _read(stage, KIND: gl.constexpr, CUT: gl.constexpr):
+    """(first words, second words, scales): the second are the extra ones of q5 and q6, the second plane of q8."""
+    words, extra, scales = stage[0], stage[1], stage[2]
+    LAYOUT: gl.constexpr = _word_layout(CUT, 128)
     if KIND == "bf16":
-        dense = data.to(gl.pointer_type(gl.bfloat16), bitcast=True)
-        first = gl.load(dense + _offsets(_dense_layout(W, J, R), blocks * (2 * SIZE), 2 * SIZE))
-        return first, first
-    else:
-        words = _offsets(_word_layout(W, J, R), blocks * SIZE, SIZE)
-        first = gl.load(data + words, eviction_policy="evict_first")
-        if KIND == "q8":
-            return first, gl.load(data + words + 128, eviction_policy="evict_first")
-        elif KIND == "q5":
-            extra = (data + 128).to(gl.pointer_type(gl.int8), bitcast=True)
-            return first, gl.load(extra + _offsets(_word_layout(W, J, R), blocks * (4 * SIZE), 4 * SIZE))
-        elif KIND == "q6":
-            extra = (data + 128).to(gl.pointer_type(gl.int16), bitcast=True)
-            return first, gl.load(extra + _offsets(_word_layout(W, J, R), blocks * (2 * SIZE), 2 * SIZE))
-        else:
-            return first, first
+        DENSE: gl.constexpr = _dense_layout(CUT)
+        first = words._reinterpret(gl.bfloat16, DENSE.shape, FLAT).load(DENSE)
+        return first, first, first
+    scale = scales.load(_scale_layout(CUT, 2 if KIND == "q8" else 1))
+    first = words.slice(0, 128, dim=2).load(LAYOUT)
+    if KIND == "q8":
+        return first, words.slice(128, 128, dim=2).load(LAYOUT), scale
+    if KIND == "q4":
+        return first, first, scale
+    return first, extra.load(LAYOUT), scale
 
 
 @gluon.jit
-def _load_scales(data, blocks, KIND: gl.constexpr, W: gl.constexpr, J: gl.constexpr, R: gl.constexpr):
-    SIZE: gl.constexpr = _entry(BLOCK, KIND)
-    scales = (data + _entry(SCALES, KIND)).to(gl.pointer_type(gl.float16), bitcast=True)
-    return gl.load(scales + _offsets(_scale_layout(W, J, R, 2 if KIND == "q8" else 1), blocks * (2 * SIZE), 2 * SIZE))
-
-
-@gluon.jit
-def _prefetch(data, blocks, KIND: gl.constexpr, B: gl.constexpr, R: gl.constexpr):
-    """Bring the next B blocks of R row blocks into L2, by one thread."""
-    SIZE: gl.constexpr = _entry(BLOCK, KIND)
-    for row in gl.static_range(R):
-        address = (data + row * blocks * SIZE).to(gl.int64)
-        gl.inline_asm_elementwise(PREFETCH, "=r,l,n", [address, B * SIZE * 4], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _unpack(first, second, KIND: gl.constexpr, R: gl.constexpr, B: gl.constexpr):
-    """Codes of R row blocks x B blocks as [R, B, g, t, b, kp, r8, kh, kt] bfloat16."""
+def _unpack(first, second, KIND: gl.constexpr):
+    """Codes [row blocks, blocks, 128 = (g, t, b, kp), r8, kh, kt] bfloat16."""
     ASM: gl.constexpr = _entry(ASSEMBLY, KIND)
     WIRES: gl.constexpr = _entry(CONSTRAINTS, KIND)
     if KIND == "q4":
@@ -176,19 +177,31 @@ def _unpack(first, second, KIND: gl.constexpr, R: gl.constexpr, B: gl.constexpr)
         p0, p1, p2, p3, p4, p5, p6, p7 = gl.inline_asm_elementwise(
             ASM, WIRES, [first, second], dtype=EIGHT, is_pure=True, pack=4
         )
-    joined = gl.join(gl.join(gl.join(p0, p1), gl.join(p2, p3)), gl.join(gl.join(p4, p5), gl.join(p6, p7)))
-    return joined.reshape([R, B, 8, 4, 2, 2, 2, 2, 2])
+    return gl.join(gl.join(gl.join(p0, p1), gl.join(p2, p3)), gl.join(gl.join(p4, p5), gl.join(p6, p7)))
 
 
 @gluon.jit
-def _left(first, second, KIND: gl.constexpr, R: gl.constexpr, B: gl.constexpr, mma: gl.constexpr):
-    """The left operand [B, 16 R, 64]."""
+def _left(first, second, KIND: gl.constexpr, SIDE: gl.constexpr, mma: gl.constexpr):
+    """The left operand [B, 16 R SIDE, 64]: its tile r SIDE + s is row block s R + r, since warps alternate tile by tile."""
+    R: gl.constexpr = first.shape[0] // SIDE
+    B: gl.constexpr = first.shape[1]
     if KIND == "bf16":
-        # [R, B, b, kt, g, t, kh, r8, kp]
-        values = first.reshape([R, B, 2, 2, 8, 4, 2, 2, 2]).permute(1, 0, 7, 4, 2, 3, 6, 5, 8)
+        # side, R, B, b, kt, g, t, kh, r8, kp
+        values = first.reshape([SIDE, R, B, 2, 2, 8, 4, 2, 2, 2]).permute(2, 1, 0, 8, 5, 3, 4, 7, 6, 9)
     else:
-        values = _unpack(first, second, KIND, R, B).permute(1, 0, 6, 2, 4, 8, 7, 3, 5)
-    return gl.convert_layout(values.reshape([B, R * 16, 64]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+        # side, R, B, g, t, b, kp, r8, kh, kt
+        values = _unpack(first, second, KIND).reshape([SIDE, R, B, 8, 4, 2, 2, 2, 2, 2])
+        values = values.permute(2, 1, 0, 7, 3, 5, 9, 8, 4, 6)
+    return gl.convert_layout(values.reshape([B, R * SIDE * 16, 64]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _row_scales(scale, GROUPS: gl.constexpr, SIDE: gl.constexpr, mma: gl.constexpr):
+    """[B, 16 R SIDE, GROUPS] float32, rows as in `_left`."""
+    R: gl.constexpr = scale.shape[0] // SIDE
+    B: gl.constexpr = scale.shape[1]
+    ordered = scale.reshape([SIDE, R, B, 8, GROUPS, 2]).permute(2, 1, 0, 5, 3, 4)
+    return ordered.reshape([B, R * SIDE * 16, GROUPS]).to(gl.float32)
 
 
 @gluon.jit
@@ -216,36 +229,41 @@ def _add_blocks(total, sums, scale, W: gl.constexpr, J: gl.constexpr, mma: gl.co
     N: gl.constexpr = sums.shape[2]
     if J == 1:
         return total + sums * scale[:, :, None]
-    else:
-        low, high = sums.reshape([2, J // 2 * W, ROWS_, N]).permute(1, 2, 3, 0).split()
-        low_scale, high_scale = scale.reshape([2, J // 2 * W, ROWS_]).permute(1, 2, 0).split()
-        low = gl.convert_layout(low, mma, assert_trivial=True)
-        high = gl.convert_layout(high, mma, assert_trivial=True)
-        low_scale = gl.convert_layout(low_scale, gl.SliceLayout(2, mma), assert_trivial=True)
-        high_scale = gl.convert_layout(high_scale, gl.SliceLayout(2, mma), assert_trivial=True)
-        total = _add_blocks(total, low, low_scale, W, J // 2, mma)
-        return _add_blocks(total, high, high_scale, W, J // 2, mma)
+    low, high = sums.reshape([2, J // 2 * W, ROWS_, N]).permute(1, 2, 3, 0).split()
+    low_scale, high_scale = scale.reshape([2, J // 2 * W, ROWS_]).permute(1, 2, 0).split()
+    low = gl.convert_layout(low, mma, assert_trivial=True)
+    high = gl.convert_layout(high, mma, assert_trivial=True)
+    low_scale = gl.convert_layout(low_scale, gl.SliceLayout(2, mma), assert_trivial=True)
+    high_scale = gl.convert_layout(high_scale, gl.SliceLayout(2, mma), assert_trivial=True)
+    total = _add_blocks(total, low, low_scale, W, J // 2, mma)
+    return _add_blocks(total, high, high_scale, W, J // 2, mma)
 
 
 @gluon.jit
 def _accumulate(
-    total, first, second, scale, x, KIND: gl.constexpr, W: gl.constexpr, J: gl.constexpr, mma: gl.constexpr
+    total, first, second, scale, x, KIND: gl.constexpr, SIDE: gl.constexpr, J: gl.constexpr, mma: gl.constexpr
 ):
-    """Multiply W J blocks and add them to total [W, rows, n]."""
-    R: gl.constexpr = total.shape[1] // 16
+    """Multiply a step's blocks and add them to total [warps that share them, rows, n]."""
+    W: gl.constexpr = total.shape[0]
+    HEIGHT: gl.constexpr = total.shape[1]
     n: gl.constexpr = total.shape[2]
     B: gl.constexpr = W * J
     LEFT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    left = _left(first, second, KIND, R, B, mma)
-    right = x.reshape([n, B, 2, 4, 2, 2, 2]).permute(1, 2, 4, 5, 3, 6, 0).reshape([B, 64, n])
-    right = gl.convert_layout(right, RIGHT, assert_trivial=True)
-    zeros = gl.zeros([B, R * 16, n], gl.float32, layout=mma)
     ROW: gl.constexpr = gl.SliceLayout(2, mma)
+    left = _left(first, second, KIND, SIDE, mma)
+    # Two pairs in, two pairs out: only the names of the elements change.
+    even, odd = gl.inline_asm_elementwise(
+        MOVE, MOVE_WIRES, [x], dtype=TWO, is_pure=True, pack=2
+    )
+    # n, B, b, t, kt, kp, kh
+    right = gl.join(even, odd).reshape([n, B, 2, 4, 2, 2, 2]).permute(1, 2, 4, 6, 3, 5, 0).reshape([B, 64, n])
+    right = gl.convert_layout(right, RIGHT, assert_trivial=True)
+    zeros = gl.zeros([B, HEIGHT, n], gl.float32, layout=mma)
     if KIND == "q8":
-        low_scale, high_scale = scale.reshape([R, B, 8, 2, 2]).permute(1, 0, 4, 2, 3).split()
-        low_scale = gl.convert_layout(low_scale.reshape([B, R * 16]), ROW, assert_trivial=True).to(gl.float32)
-        high_scale = gl.convert_layout(high_scale.reshape([B, R * 16]), ROW, assert_trivial=True).to(gl.float32)
+        low_scale, high_scale = _row_scales(scale, 2, SIDE, mma).split()
+        low_scale = gl.convert_layout(low_scale, ROW, assert_trivial=True)
+        high_scale = gl.convert_layout(high_scale, ROW, assert_trivial=True)
         left_low, left_high = _halves(left)
         right_low, right_high = _row_halves(right)
         low = mma_v2(
@@ -259,66 +277,104 @@ def _accumulate(
             zeros,
         )
         sums = low * low_scale[:, :, None] + high * high_scale[:, :, None]
-        ones = gl.full([B, R * 16], 1.0, gl.float32, layout=ROW)
+        ones = gl.full([B, HEIGHT], 1.0, gl.float32, layout=ROW)
         return _add_blocks(total, sums, ones, W, J, mma)
-    elif KIND == "bf16":
-        ones = gl.full([B, R * 16], 1.0, gl.float32, layout=ROW)
+    if KIND == "bf16":
+        ones = gl.full([B, HEIGHT], 1.0, gl.float32, layout=ROW)
         return _add_blocks(total, mma_v2(left, right, zeros), ones, W, J, mma)
-    else:
-        row_scale = scale.reshape([R, B, 8, 2]).permute(1, 0, 3, 2).reshape([B, R * 16])
-        row_scale = gl.convert_layout(row_scale, ROW, assert_trivial=True).to(gl.float32)
-        return _add_blocks(total, mma_v2(left, right, zeros), row_scale, W, J, mma)
+    row_scale = gl.convert_layout(_row_scales(scale, 1, SIDE, mma).reshape([B, HEIGHT]), ROW, assert_trivial=True)
+    return _add_blocks(total, mma_v2(left, right, zeros), row_scale, W, J, mma)
+
+
+@gluon.jit
+def _stage(buffers, slot):
+    return buffers[0].index(slot), buffers[1].index(slot), buffers[2].index(slot)
 
 
 @gluon.jit(do_not_specialize=["columns"])
 def _stream(
-    x, data, out, columns, x_stride, K, N, blocks,
-    KIND: gl.constexpr, W: gl.constexpr, J: gl.constexpr, R: gl.constexpr, n: gl.constexpr,
-    PAIRED: gl.constexpr, MASK_K: gl.constexpr, HOPPER: gl.constexpr, AHEAD: gl.constexpr,
+    x, data, out, columns, x_stride, out_stride, N, blocks,
+    KIND: gl.constexpr, SPLIT: gl.constexpr, SIDE: gl.constexpr, J: gl.constexpr, R: gl.constexpr,
+    n: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out[c, row] = sum over K of W[row] x[c], for 16 R rows and n columns a program."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
-    B: gl.constexpr = W * J
+    """out[c, row] = sum over K of W[row] x[c], for 16 R SIDE rows and n columns a program. Of its SPLIT x SIDE warps, SIDE stand
+    side by side in rows, SPLIT share the blocks of a row."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SPLIT, SIDE, 1], [1, 16, 8])
+    CUT: gl.constexpr = (SPLIT, SIDE, J, R)
+    B: gl.constexpr = SPLIT * J
+    ROW_BLOCKS: gl.constexpr = SIDE * R
     SIZE: gl.constexpr = _entry(BLOCK, KIND)
-    X: gl.constexpr = _column_layout(W, J, n)
-    data += gl.program_id(0).to(gl.int64) * R * blocks * SIZE
-    column = gl.program_id(1) * n + gl.arange(0, n, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
-    inner = gl.arange(0, B, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None] * 64
-    inner += gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
-    if HOPPER:
-        # Weights never change: they are on their way before the kernel that makes x has ended.
+    PLANES: gl.constexpr = 4 if KIND == "bf16" else 2 if KIND == "q8" else 1
+    EXTRA: gl.constexpr = gl.int16 if KIND == "q6" else gl.int8
+    EXTRA_SIZE: gl.constexpr = 128 if KIND == "q5" or KIND == "q6" else 1
+    buffers = (
+        gl.allocate_shared_memory(gl.int32, [STAGES, ROW_BLOCKS, B, 128 * PLANES], FLAT),
+        gl.allocate_shared_memory(EXTRA, [STAGES, ROW_BLOCKS, B, EXTRA_SIZE], FLAT),
+        gl.allocate_shared_memory(gl.float16, [STAGES, ROW_BLOCKS, B, 32 if KIND == "q8" else 16], FLAT),
+    )
+    data += gl.program_id(0).to(gl.int64) * ROW_BLOCKS * blocks * SIZE
+    X: gl.constexpr = _column_layout(CUT, n)
+    first_column = gl.program_id(1) * n
+    column = first_column + gl.arange(0, n, layout=gl.SliceLayout(1, X))[:, None]
+    x_pairs = x.to(gl.pointer_type(gl.int32), bitcast=True) + column * (x_stride // 2)
+    x_pairs += gl.arange(0, B * 32, layout=gl.SliceLayout(0, X))[None, :]
+    live = column < columns
+    if PDL:
         gdc_launch_dependents()
-        for step in gl.static_range(AHEAD):
-            if step * B < blocks:
-                _prefetch(data + step * B * SIZE, blocks, KIND, B, R)
+    for step in gl.static_range(STAGES - 1):
+        if step * B < blocks:
+            _copy(_stage(buffers, step), data + step * B * SIZE, blocks, KIND, CUT)
+        async_copy.commit_group()
+    if PDL:
+        # Weights never change: they are on their way before the kernel that makes x has ended.
         gdc_wait()
-    total = gl.zeros([W, R * 16, n], gl.float32, layout=mma)
-    for step in range(0, blocks, B):
-        first, second = _load_words(data, blocks, KIND, W, J, R)
-        live = column < columns
-        if MASK_K:
-            live = live & (inner + step * 64 < K)
-        right = gl.load(x + column * x_stride + inner + step * 64, mask=live, other=0.0)
-        if KIND == "bf16":
-            scale = first
-        else:
-            scale = _load_scales(data, blocks, KIND, W, J, R)
-        if HOPPER and AHEAD > 0:
-            if step + AHEAD * B < blocks:
-                _prefetch(data + AHEAD * B * SIZE, blocks, KIND, B, R)
-        total = _accumulate(total, first, second, scale, right, KIND, W, J, mma)
-        data += B * SIZE
+    total = gl.zeros([SPLIT, ROW_BLOCKS * 16, n], gl.float32, layout=mma)
+    values = gl.load(x_pairs, mask=live, other=0)
+    for step in range(0, blocks // B):
+        async_copy.wait_group(STAGES - 2)
+        first, second, scale = _read(_stage(buffers, step % STAGES), KIND, CUT)
+        ahead = step + STAGES - 1
+        if ahead * B < blocks:
+            _copy(_stage(buffers, ahead % STAGES), data + ahead * B * SIZE, blocks, KIND, CUT)
+        async_copy.commit_group()
+        # Loaded a step before its use: nothing in the loop waits for global memory.
+        x_pairs += B * 32
+        coming = gl.load(x_pairs, mask=live & (step * B + B < blocks), other=0)
+        total = _accumulate(total, first, second, scale, values, KIND, SIDE, J, mma)
+        values = coming
 
     sums = gl.sum(total, axis=0)
+    OWN: gl.constexpr = R // 2 if PAIRED else R
     if PAIRED:
-        gate, up = sums.reshape([R // 2, 2, 16, n]).permute(0, 2, 3, 1).split()
-        sums = (gate / (1 + gl.exp(-gate)) * up).reshape([R * 8, n])
-    HEIGHT: gl.constexpr = R * 8 if PAIRED else R * 16
+        gate, up = sums.reshape([OWN, 2, SIDE * 16, n]).permute(0, 2, 3, 1).split()
+        sums = (gate / (1 + gl.exp(-gate)) * up).reshape([OWN * SIDE * 16, n])
     OUT: gl.constexpr = gl.SliceLayout(0, mma)
     sums = gl.convert_layout(sums, OUT)
-    row = gl.program_id(0) * HEIGHT + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, OUT))[:, None]
-    column = gl.program_id(1) * n + gl.arange(0, n, layout=gl.SliceLayout(0, OUT))[None, :]
-    gl.store(out + column * N + row, sums.to(gl.bfloat16), mask=(column < columns) & (row < N))
+    tile = gl.arange(0, OWN * SIDE * 16, layout=gl.SliceLayout(1, OUT))[:, None]
+    row_block = gl.program_id(0) * OWN * SIDE + tile // 16 % SIDE * OWN + tile // (16 * SIDE)
+    row = row_block * 16 + tile % 16
+    column = first_column + gl.arange(0, n, layout=gl.SliceLayout(0, OUT))[None, :]
+    target = out + column * out_stride + row
+    gl.store(target, sums.to(gl.bfloat16), mask=(column < columns) & (row < N))
+
+
+@gluon.jit
+def _load(data, blocks, KIND: gl.constexpr, W: gl.constexpr):
+    """`_read` of W blocks, straight from global memory."""
+    SIZE: gl.constexpr = _entry(BLOCK, KIND)
+    CUT: gl.constexpr = (W, 1, 1, 1)
+    layout: gl.constexpr = _word_layout(CUT, 128)
+    first = gl.load(data + _offsets(layout, blocks * SIZE, SIZE))
+    halves = (data + _entry(SCALES, KIND)).to(gl.pointer_type(gl.float16), bitcast=True)
+    scale = gl.load(halves + _offsets(_scale_layout(CUT, 2 if KIND == "q8" else 1), blocks * (2 * SIZE), 2 * SIZE))
+    if KIND == "q4":
+        return first, first, scale
+    if KIND == "q8":
+        return first, gl.load(data + 128 + _offsets(layout, blocks * SIZE, SIZE)), scale
+    BYTES: gl.constexpr = 4 if KIND == "q5" else 2
+    EXTRA: gl.constexpr = gl.int8 if KIND == "q5" else gl.int16
+    rest = (data + 128).to(gl.pointer_type(EXTRA), bitcast=True)
+    return first, gl.load(rest + _offsets(layout, blocks * (BYTES * SIZE), BYTES * SIZE)), scale
 
 
 @gluon.jit
@@ -328,12 +384,11 @@ def _expand(data, out, N, K, blocks, KIND: gl.constexpr, W: gl.constexpr, PAIRED
     GROUPS: gl.constexpr = 2 if KIND == "q8" else 1
     row_block = gl.program_id(0)
     data += (row_block.to(gl.int64) * blocks + gl.program_id(1) * W) * _entry(BLOCK, KIND)
-    first, second = _load_words(data, blocks, KIND, W, 1, 1)
-    scale = _load_scales(data, blocks, KIND, W, 1, 1)
-    # [R, W, g, t, b, kp, r8, kh, kt] -> [R, W, r8, g, b, t, kt, kh, kp]
-    codes = _unpack(first, second, KIND, 1, W).permute(0, 1, 6, 2, 4, 3, 8, 7, 5).reshape([W, 16, 64])
-    codes = gl.convert_layout(codes, LAYOUT, assert_trivial=True).to(gl.float32)
-    # [R, W, g, scales, r8] -> [W, 16, 64]
+    first, second, scale = _load(data, blocks, KIND, W)
+    # W, g, t, b, kp, r8, kh, kt -> W, r8, g, b, t, kt, kh, kp
+    codes = _unpack(first, second, KIND).reshape([W, 8, 4, 2, 2, 2, 2, 2]).permute(0, 5, 1, 3, 2, 7, 6, 4)
+    codes = gl.convert_layout(codes.reshape([W, 16, 64]), LAYOUT, assert_trivial=True).to(gl.float32)
+    # W, g, scales, r8 -> W, r8, g, scales
     scale = scale.reshape([W, 8, GROUPS, 2]).permute(0, 3, 1, 2).reshape([W, 16, GROUPS, 1])
     factor = scale.to(gl.float32).broadcast_to([W, 16, GROUPS, 64 // GROUPS]).reshape([W, 16, 64])
     values = codes * gl.convert_layout(factor, LAYOUT)
@@ -350,64 +405,81 @@ def _expand(data, out, N, K, blocks, KIND: gl.constexpr, W: gl.constexpr, PAIRED
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How `_stream` cuts a matrix: `warps` share the blocks of a row, and with them fix the order of the sum; the rest is
-    speed alone. `blocks` a warp and step, `row_blocks` a program, `ahead` steps that are prefetched into L2."""
+    """How `_stream` cuts a matrix. `split` warps share the blocks of a row, and with them fix the order of its sum; the rest
+    is speed alone: `side` warps stand side by side, a warp takes `row_blocks` x `blocks` a step, `stages` steps are in flight."""
 
-    warps: int
+    split: int
+    side: int
     blocks: int
     row_blocks: int
-    ahead: int
+    stages: int
 
 
 def plan(tiles: Tiles, columns: int) -> Plan:
-    """`warps` depends on the matrix alone, never on the number of columns."""
-    warps = 8 if tiles.data.shape[0] < 1024 else 4
-    blocks = 1
-    while blocks * columns < 32 and tiles.blocks % (2 * blocks * warps) == 0:
-        blocks *= 2
-    return Plan(warps, blocks, 2 if tiles.paired or tiles.data.shape[0] >= 1024 else 1, 1)
+    """`split` depends on the matrix alone, never on the number of columns."""
+    split = 8 if tiles.data.shape[0] < 512 else 4
+    blocks = 2 if columns <= 16 and tiles.blocks % (2 * split) == 0 else 1
+    return Plan(split, 1, blocks, 2 if tiles.paired or tiles.data.shape[0] >= 512 else 1, 4)
 
 
-def linear(x: Tensor, tiles: Tiles) -> Tensor:
-    """x [M, K] bfloat16 -> [M, N], or SiLU(gate) * up [M, N / 2] for a paired matrix."""
+def linear(x: Tensor, tiles: Tiles, out: Tensor | None = None) -> Tensor:
+    """x [M, K] bfloat16 -> [M, N], or SiLU(gate) * up [M, N / 2] for a paired matrix. `out` may be a slice of wider rows."""
     assert x.dtype == torch.bfloat16, x.dtype
-    assert x.shape[-1] == tiles.shape[1], (x.shape, tiles.shape)
-    flat = x.reshape(-1, x.shape[-1])
-    if len(flat) <= STREAMED:
-        out = stream(flat, tiles)
-    else:
-        out = functional.linear(flat, expand(tiles))
-        if tiles.paired:
-            gate, up = out.chunk(2, dim=-1)
-            out = functional.silu(gate) * up
-    return out.view(*x.shape[:-1], -1)
+    assert x.shape[1] == tiles.shape[1], (x.shape, tiles.shape)
+    if len(x) <= STREAMED:
+        return stream(x, tiles, out=out)
+    result = functional.linear(x, expand(tiles))
+    if tiles.paired:
+        result = swiglu(result)
+    return result if out is None else out.copy_(result)
 
 
-def stream(x: Tensor, tiles: Tiles, cut: Plan | None = None) -> Tensor:
+def stream(x: Tensor, tiles: Tiles, cut: Plan | None = None, out: Tensor | None = None) -> Tensor:
     """`linear` for few columns, a column's bits independent of the others."""
-    columns, k = x.shape
+    columns = x.shape[0]
+    x = _aligned(x, tiles.blocks * COLUMNS)
     n = 8 if columns <= 8 else 16 if columns <= 16 else 32
     cut = cut or plan(tiles, n)
     rows = tiles.shape[0] // 2 if tiles.paired else tiles.shape[0]
-    out = torch.empty(columns, rows, dtype=torch.bfloat16, device=x.device)
-    assert x.stride(1) == 1, x.stride()
-    assert tiles.blocks % (cut.warps * cut.blocks) == 0, (tiles.blocks, cut)
-    assert tiles.data.shape[0] % cut.row_blocks == 0, (tiles.data.shape, cut)
-    hopper = properties(x).dependent_launch
-    grid = (tiles.data.shape[0] // cut.row_blocks, -(-columns // n))
+    if out is None:
+        out = torch.empty(columns, rows, dtype=torch.bfloat16, device=x.device)
+    assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
+    assert out.shape == (columns, rows), out.shape
+    row_blocks = cut.side * cut.row_blocks
+    assert tiles.blocks % (cut.split * cut.blocks) == 0, (tiles.blocks, cut)
+    assert tiles.data.shape[0] % row_blocks == 0, (tiles.data.shape, cut)
+    pdl = properties(x).dependent_launch
+    grid = (tiles.data.shape[0] // row_blocks, -(-columns // n))
     _stream[grid](
-        x, tiles.data, out, columns, x.stride(0), k, rows, tiles.blocks,
-        KIND=tiles.kind, W=cut.warps, J=cut.blocks, R=cut.row_blocks, n=n, PAIRED=tiles.paired,
-        MASK_K=k != tiles.blocks * COLUMNS, HOPPER=hopper, AHEAD=cut.ahead, num_warps=cut.warps, launch_pdl=hopper,
+        x, tiles.data, out, columns, x.stride(0), out.stride(0), rows, tiles.blocks,
+        KIND=tiles.kind, SPLIT=cut.split, SIDE=cut.side, J=cut.blocks, R=cut.row_blocks, n=n, STAGES=cut.stages,
+        PAIRED=tiles.paired, PDL=pdl, num_warps=cut.split * cut.side, launch_pdl=pdl,
     )  # fmt: skip
     return out
+
+
+def _aligned(x: Tensor, size: int) -> Tensor:
+    """Rows of `size` values at multiples of 32 bytes, padded with zeros; x itself where it is so already."""
+    if x.shape[1] == size and x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return functional.pad(x, (0, size - x.shape[1]))
 
 
 def expand(tiles: Tiles) -> Tensor:
     """[N, K] bfloat16, codes times scales, rows in the order of the matrix."""
     n, k = tiles.shape
+    if tiles.kind == "bf16":
+        return _dense(tiles)
     out = torch.empty(n, k, dtype=torch.bfloat16, device=tiles.data.device)
     _expand[(-(-n // ROWS), tiles.blocks // 8)](
         tiles.data, out, n, k, tiles.blocks, KIND=tiles.kind, W=8, PAIRED=tiles.paired, num_warps=8
     )
     return out
+
+
+def _dense(tiles: Tiles) -> Tensor:
+    """The matrix of dense tiles, in plain torch: small, and never on the way of a decode step."""
+    n, k = tiles.shape
+    # row block, block, b, kt, g, t, kh, r8, kp
+    values = tiles.data.view(torch.bfloat16).reshape(*tiles.data.shape[:2], 2, 2, 8, 4, 2, 2, 2)
+    return values.permute(0, 7, 4, 1, 2, 5, 3, 6, 8).reshape(tiles.data.shape[0] * ROWS, -1)[:n, :k]

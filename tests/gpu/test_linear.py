@@ -1,0 +1,62 @@
+"""The streaming and the expanding route of packed weights against the format oracle."""
+
+import pytest
+import torch
+
+from longlane.kernels.linear import naive, triton
+from longlane.kernels.linear.tiles import Tiles, tile
+from longlane.kernels.linear.weight import GROUP, PackedWeight
+
+HIGH = {"q5_g64_fp16": 8, "q6_g64_fp16": 16}
+FORMATS = ["q4_g64_fp16", "q5_g64_fp16", "q6_g64_fp16", "q8_g32_fp16", "t2_g128_fp16"]
+
+
+def packed(name: str, rows: int, columns: int) -> PackedWeight:
+    groups = -(-columns // 128) * 128 // GROUP[name]
+    base = torch.randint(0, 256, (rows, groups, 32), dtype=torch.uint8, device="cuda")
+    high = None
+    if name in HIGH:
+        high = torch.randint(0, 256, (rows, groups, HIGH[name]), dtype=torch.uint8, device="cuda")
+    scale = (torch.rand(rows, groups, device="cuda") * 0.02).half()
+    return PackedWeight(name, (rows, columns), base, scale, high)
+
+
+def check(x: torch.Tensor, tiles: Tiles, dense: torch.Tensor) -> None:
+    got, want = triton.linear(x, tiles).float(), x.float() @ dense.T
+    if tiles.paired:
+        gate, up = want.chunk(2, dim=-1)
+        want = torch.nn.functional.silu(gate) * up
+    assert got.isfinite().all()
+    error = (got - want).norm() / want.norm()
+    assert error < 5e-3, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 63), (130, 1100), (5120, 640)], ids=lambda s: f"N{s[0]}-K{s[1]}")
+def test_linear(name: str, shape: tuple[int, int]) -> None:
+    weight = packed(name, *shape)
+    tiles, dense = tile(weight), naive.dequantize(weight)
+    assert torch.equal(triton.expand(tiles), dense.to(torch.bfloat16))
+    for columns in (1, 7, 9, 33):
+        check(torch.randn(columns, shape[1] + 8, device="cuda").bfloat16()[:, : shape[1]], tiles, dense)
+
+
+def test_dense() -> None:
+    weight = torch.randn(96, 5120, device="cuda").bfloat16()
+    for columns in (1, 17, 40):
+        check(torch.randn(columns, 5120, device="cuda").bfloat16(), tile(weight), weight.float())
+
+
+def test_paired() -> None:
+    weight = packed("q4_g64_fp16", 192, 256)
+    for columns in (3, 16, 40):
+        check(torch.randn(columns, 256, device="cuda").bfloat16(), tile(weight, paired=True), naive.dequantize(weight))
+
+
+@pytest.mark.parametrize("name", FORMATS[:4])
+def test_columns_are_independent(name: str) -> None:
+    tiles = tile(packed(name, 1088, 5120))
+    x = torch.randn(32, 5120, device="cuda").bfloat16()
+    alone = torch.cat([triton.stream(row[None], tiles) for row in x])
+    for count in (5, 8, 9, 16, 23, 32):
+        assert torch.equal(triton.stream(x[:count], tiles), alone[:count])
