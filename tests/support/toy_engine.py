@@ -8,11 +8,15 @@ import torch
 from longlane.config import EngineConfig
 from longlane.engine.loop import Engine
 from longlane.engine.runner import Runner
-from longlane.layers.batch import Batch
+from longlane.layers.batch import Batch, Caches
+from longlane.memory.disk import Disk
+from longlane.memory.events import DeviceBlocks, Ledger
+from longlane.memory.host import Arena
 from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
 from longlane.memory.prefix import PrefixTree
 from longlane.memory.states import SlotPool
+from longlane.memory.tiers import Tiers
 from longlane.sampling import RowState, decide
 from longlane.spec.drafter import DraftLane
 from longlane.types import Admitted, Failed, Finished, FromEngine, Request, Tokens
@@ -77,17 +81,30 @@ def build(
     speculator: Guesser | None = None,
     clock: Clock | None = None,
     spare_slots: int | None = None,
+    host: tuple[int, int] | None = None,
+    disk: Disk | None = None,
+    ledger: Ledger | None = None,
 ) -> Engine:
-    """`spare_slots` None runs without a prefix cache."""
+    """`spare_slots` None runs without a prefix cache. host: rows for pages and states in the arena."""
     slots = config.max_concurrency + (spare_slots or 0)
     caches = poisoned_caches(pages, slots)
     runner = Runner(HashModel(), caches, torch.device("cpu"), VOCAB)
     pool, states = PagePool(pages), SlotPool(slots)
     memory = Memory(pool, states, config.max_context or 1 << 20)
     if spare_slots is not None:
-        tree = PrefixTree(pool, states, stateful=True, page_bytes=1000, slot_bytes=4000)
-        memory = Memory(pool, states, config.max_context or 1 << 20, tree=tree, mover=caches)
+        tiers = Tiers(arena(caches, *host), disk, ledger) if host else None
+        watchers = [*([tiers] if tiers else []), *([DeviceBlocks(ledger)] if ledger else [])]
+        tree = PrefixTree(pool, states, stateful=True, page_bytes=1000, slot_bytes=4000, watchers=watchers)
+        memory = Memory(pool, states, config.max_context or 1 << 20, tree=tree, mover=caches, tiers=tiers)
     return Engine(runner, memory, config, speculator, clock or Clock())
+
+
+def arena(caches: Caches, pages: int, states: int) -> Arena:
+    """A host arena that is full of NaN."""
+    made = Arena(caches.page_planes(), caches.slot_planes(), pages=pages, states=states)
+    for rows in made.rows.values():
+        rows.fill_(0xFF)
+    return made
 
 
 def settings(**changes: object) -> EngineConfig:
@@ -104,6 +121,7 @@ class Log:
     finished: dict[str, Finished] = field(default_factory=dict)
     failed: dict[str, Failed] = field(default_factory=dict)
     admitted: list[str] = field(default_factory=list)
+    reuse: dict[str, str] = field(default_factory=dict)
 
     def take(self, messages: Sequence[FromEngine]) -> None:
         for message in messages:
@@ -114,6 +132,7 @@ class Log:
                 case Admitted():
                     assert message.id not in self.admitted
                     self.admitted.append(message.id)
+                    self.reuse[message.id] = message.reuse
                 case Tokens():
                     self.tokens.setdefault(message.id, []).extend(message.token_ids)
                 case Finished():

@@ -69,7 +69,9 @@ class Engine:
         self._config = config
         self._speculator = speculator
         self._clock = clock
-        self._policy = scheduler.Policy(prefill_chunk=config.prefill_chunk, decode_floor=config.decode_floor)
+        self._policy = scheduler.Policy(
+            prefill_chunk=config.prefill_chunk, decode_floor=config.decode_floor, lanes=config.max_concurrency
+        )
         self._waiting: dict[str, Job] = {}
         self._running: dict[str, Job] = {}
         self._outbox: list[FromEngine] = []
@@ -106,10 +108,17 @@ class Engine:
         for job in [*self._running.values(), *self._waiting.values()]:
             self._fail(job, error)
 
+    def close(self) -> None:
+        """Wait until what the next start continues from is on disk. Nothing may be asked for afterwards."""
+        self._memory.close()
+
     def step(self) -> list[FromEngine]:
         """Expire, admit, run one step, and return every message since the last call."""
+        for id in self._memory.poll():
+            self._return(self._running[id])
         self._expire()
         self._admit()
+        self._announce()
         plan = scheduler.plan_step(self._snapshot(), self._policy)
         began = self._clock()
         self._decode([self._running[id] for id in plan.decode])
@@ -123,6 +132,8 @@ class Engine:
         decode_s = decoded - began if plan.decode else 0.0
         self._debt_s = scheduler.settle(self._debt_s, decode_s, self._clock() - decoded, self._policy.decode_floor)
         self._steps += bool(plan.decode or plan.prefill)
+        if not (self._running or self._waiting):
+            self._memory.settle()
         messages, self._outbox = self._outbox, []
         return messages
 
@@ -179,7 +190,12 @@ class Engine:
             if job.lease is None:
                 return
             self._running[job.id] = self._waiting.pop(job.id)
-            if job.admitted is None:
+
+    def _announce(self) -> None:
+        """Say of each admitted request, once, what it need not compute: when that is certain."""
+        for job in self._running.values():
+            assert job.lease is not None
+            if job.admitted is None and job.lease.ready:
                 job.admitted, job.cached_tokens = self._clock(), job.lease.cached_tokens
                 queue_s = job.admitted - job.submitted
                 self._outbox.append(
@@ -187,7 +203,7 @@ class Engine:
                 )
 
     def _snapshot(self) -> scheduler.Snapshot:
-        running = tuple(job.running() for job in self._running.values())
+        running = tuple(job.running() for job in self._running.values() if job.lease and job.lease.ready)
         return scheduler.Snapshot(running=running, debt_s=self._debt_s, token_s=self._token_s)
 
     def _decode(self, jobs: Sequence[Job]) -> None:
@@ -262,6 +278,10 @@ class Engine:
     def _pause(self, job: Job) -> None:
         """Take back everything a request holds; it is computed again from its tokens when there is room."""
         log.warning("the KV pool is full: request %s pauses after %d tokens", job.id, len(job.tokens))
+        self._return(job)
+
+    def _return(self, job: Job) -> None:
+        """Back into the queue, with nothing but its tokens."""
         self._release(job)
         self._waiting[job.id] = self._running.pop(job.id)
 

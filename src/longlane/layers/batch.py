@@ -66,16 +66,23 @@ class Caches:
     conv: list[Tensor] = field(default_factory=list)
     carry: Tensor | None = None
 
+    def page_planes(self) -> list[Tensor]:
+        """Every buffer that is indexed by page."""
+        return [plane for layer in self.kv for plane in layer.planes()]
+
+    def slot_planes(self) -> list[Tensor]:
+        """Every buffer that is indexed by state slot."""
+        return [*self.state, *self.conv, *([] if self.carry is None else [self.carry])]
+
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page of every layer."""
-        for layer in self.kv:
-            for plane in layer.planes():
-                plane[target] = plane[source]
+        for plane in self.page_planes():
+            plane[target] = plane[source]
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy one state slot of every layer, and the carry."""
-        for buffer in (*self.state, *self.conv, *([] if self.carry is None else [self.carry])):
-            buffer[target] = buffer[source]
+        for plane in self.slot_planes():
+            plane[target] = plane[source]
 
 
 def new_caches(

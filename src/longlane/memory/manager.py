@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from longlane.errors import RequestError
+from longlane.memory.node import Node
 from longlane.memory.pages import PagePool
 from longlane.memory.plan import PAGE
-from longlane.memory.prefix import Match, Node, PrefixTree
+from longlane.memory.prefix import Match, PrefixTree
 from longlane.memory.states import SlotPool
+from longlane.memory.tiers import Restore, Tiers
 
 # Checkpoints of a prompt beside those at its boundaries, in tokens: what an edited long prompt recomputes at most.
 CHECKPOINT_INTERVAL = 8192
@@ -32,7 +34,8 @@ class Lease:
     limit: the most tokens it may ever have in the cache. pages: page ids in order of position. token_ids: exactly the
     tokens whose keys, values and state are in the cache. cached_tokens: how many of them were there at admission, and
     `reuse` where from, or why not more. stops: offsets at which a prefill chunk must end, so that the state there can
-    be kept. node: the last of its full pages in the tree.
+    be kept. node: the last of its full pages in the tree. restore: what is still on its way to the device, and
+    `arriving` the tokens that come with it; until then nothing can be computed.
     """
 
     request_id: str
@@ -44,6 +47,12 @@ class Lease:
     cached_tokens: int = 0
     reuse: str = "none"
     stops: tuple[int, ...] = ()
+    restore: Restore | None = None
+    arriving: "array[int]" = field(default_factory=lambda: array("i"))
+
+    @property
+    def ready(self) -> bool:
+        return self.restore is None
 
     @property
     def length(self) -> int:
@@ -70,8 +79,10 @@ class Memory:
         *,
         tree: PrefixTree | None = None,
         mover: Mover | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
-        """Without a `tree` nothing outlives its request. With one, `mover` copies what a new request continues from."""
+        """Without a `tree` nothing outlives its request. With one, `mover` copies what a new request continues from.
+        `tiers`, a watcher of the tree, holds what the device has no room for."""
         assert (tree is None) == (mover is None)
         self._pages = pages
         self._slots = slots
@@ -79,6 +90,7 @@ class Memory:
         self._reuse = tree is not None
         self._tree = tree or PrefixTree(pages, slots, stateful=False, page_bytes=1, slot_bytes=1)
         self._mover = mover
+        self._tiers = tiers
         self._leases: dict[str, Lease] = {}
 
     @property
@@ -119,25 +131,33 @@ class Memory:
         limit = len(token_ids) + max(0, self.allowed_new(len(token_ids), max_new) - 1)
         need = pages_for(len(token_ids))
         match = self._tree.match(token_ids) if self._reuse else self._nothing("reuse is off")
+        restore = self._tiers.find(self._tree.root, token_ids, match.length) if self._tiers else None
+        if restore:
+            match = Match(restore.node, None, restore.length, match.common, "")
         pages = self._reserve(match, need, limit)
-        if pages is None and not self._leases:
+        if pages is None and not self._leases and not restore:
             # A prefix and the page it is continued in can be one page too many. Alone, a request always fits.
             match = self._nothing("the pool has no room for prompt and prefix")
             pages = self._reserve(match, need, limit)
         if pages is None:
+            self._cancel(restore)
+            self._flush()
             return None
-        slot = self._resume(match, pages)
+        there = match.node.end if restore else match.length
         lease = self._leases[request_id] = Lease(
             request_id,
-            slot,
+            self._bring(restore, pages) if restore else self._resume(match, pages),
             limit,
             array("i", pages),
             match.node,
-            token_ids=array("i", token_ids[: match.length]),
+            token_ids=array("i", token_ids[:there]),
             cached_tokens=match.length,
-            reuse=describe(match),
+            reuse=f"{restore.source} state at {match.length}" if restore else describe(match),
             stops=self._stops(match.length, len(token_ids), boundaries),
+            restore=restore,
+            arriving=array("i", token_ids[there : match.length]),
         )
+        self._flush()
         return lease
 
     def _nothing(self, miss: str) -> Match:
@@ -167,6 +187,7 @@ class Memory:
 
         The page that the checkpoint lies inside of is copied, since its writer may have gone on.
         """
+        self._flush()
         slot = self._slots.take()
         if match.checkpoint is None:
             assert slot is not None
@@ -178,6 +199,45 @@ class Memory:
             return self._tree.surrender(match.checkpoint)
         self._mover.copy_slot(match.checkpoint.slot, slot)
         return slot
+
+    def _bring(self, restore: Restore, pages: Sequence[int]) -> int:
+        """The slot of a new lease, with its state and the pages beside it on their way."""
+        slot = self._slots.take()
+        assert slot is not None
+        assert self._tiers is not None
+        self._tiers.begin(restore, pages[restore.node.depth :], slot)
+        return slot
+
+    def _cancel(self, restore: Restore | None) -> None:
+        if restore and self._tiers:
+            self._tiers.cancel(restore)
+
+    def poll(self) -> list[str]:
+        """Take over what has been brought back; the requests for which that failed, which must start again."""
+        if self._tiers is None:
+            return []
+        self._tiers.poll()
+        for lease in self._leases.values():
+            if lease.restore and lease.restore.done:
+                lease.restore = None
+                lease.token_ids.extend(lease.arriving)
+                self._store_pages(lease)
+        return [lease.request_id for lease in self._leases.values() if lease.restore and lease.restore.failed]
+
+    def settle(self) -> None:
+        """When nothing runs: hand over what is still to be written to disk."""
+        if self._tiers:
+            self._tiers.settle()
+
+    def close(self) -> None:
+        """Wait until everything that is to be on disk is there. Nothing may be asked for afterwards."""
+        if self._tiers:
+            self._tiers.close()
+
+    def _flush(self) -> None:
+        """To be called before the device writes to pages that were given up."""
+        if self._tiers:
+            self._tiers.flush()
 
     def _stops(self, cached: int, prompt: int, boundaries: Iterable[int]) -> tuple[int, ...]:
         """Where to keep the state of a prompt: its boundaries, and every so often."""
@@ -191,7 +251,9 @@ class Memory:
         """Pages for `length` tokens; False and no change when the pool is used up by running requests."""
         assert length <= lease.limit, f"{lease.request_id} grows to {length}, its limit is {lease.limit}"
         need = max(0, pages_for(length) - len(lease.pages))
-        if not self._tree.free_pages(need):
+        free = self._tree.free_pages(need)
+        self._flush()
+        if not free:
             return False
         pages = self._pages.take(need)
         assert pages is not None
@@ -204,8 +266,7 @@ class Memory:
         assert lease.length <= len(lease.pages) * PAGE, f"{lease.request_id} outgrew its pages"
         if not self._reuse:
             return
-        while lease.node.end + PAGE <= lease.length:
-            self._store_page(lease)
+        self._store_pages(lease)
         if lease.length in lease.stops and self._tree.free_slot():
             tail = lease.token_ids[lease.node.end :]
             if self._tree.find(lease.node, tail) is None:
@@ -214,22 +275,25 @@ class Memory:
                 assert self._mover is not None
                 self._mover.copy_slot(lease.slot, slot)
                 self._tree.keep(lease.node, tail, lease.pages[lease.node.depth] if tail else 0, slot)
+        self._flush()
 
-    def _store_page(self, lease: Lease) -> None:
-        """Put the next full page into the tree, or use the tree's where it holds the same tokens already."""
-        index, start = lease.node.depth, lease.node.end
-        node = self._tree.store(lease.node, lease.token_ids[start : start + PAGE], lease.pages[index])
-        if node.page != lease.pages[index]:
-            self._pages.share([node.page])
-            self._pages.give([lease.pages[index]])
-            lease.pages[index] = node.page
-        lease.node = node
+    def _store_pages(self, lease: Lease) -> None:
+        """Put the full pages into the tree, or use the tree's where it holds the same tokens already."""
+        while lease.node.end + PAGE <= lease.length:
+            index, start = lease.node.depth, lease.node.end
+            node = self._tree.store(lease.node, lease.token_ids[start : start + PAGE], lease.pages[index])
+            if node.page != lease.pages[index]:
+                self._pages.share([node.page])
+                self._pages.give([lease.pages[index]])
+                lease.pages[index] = node.page
+            lease.node = node
 
     def release(self, lease: Lease, keep: bool = True) -> None:
         """Give back everything; with `keep`, what was computed stays in the tree. The lease is dead afterwards."""
         assert self._leases.pop(lease.request_id, None) is lease, f"{lease.request_id} does not hold this lease"
         tail = lease.token_ids[lease.node.end :]
-        keep = keep and self._reuse and self._tree.stateful and lease.length > 0
+        keep = keep and self._reuse and self._tree.stateful and lease.length > 0 and lease.ready
+        self._cancel(lease.restore)
         if keep and self._tree.find(lease.node, tail) is None:
             # The state moves into the tree: nothing is copied.
             self._tree.keep(lease.node, tail, lease.pages[lease.node.depth] if tail else 0, lease.slot)
@@ -237,6 +301,7 @@ class Memory:
             self._slots.give(lease.slot)
         self._pages.give(lease.pages)
         self._tree.trim(lease.node)
+        self._flush()
 
     def holders(self) -> set[str]:
         """The requests that hold a lease."""
@@ -260,6 +325,8 @@ class Memory:
                 faults.append(
                     f"{lease.request_id} has {lease.length} tokens in {len(lease.pages)} pages, limit {lease.limit}"
                 )
+        if self._tiers:
+            faults += self._tiers.check(node.digest for node in tree.nodes())
         return faults
 
 

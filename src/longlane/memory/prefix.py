@@ -5,68 +5,21 @@ once. A hit is min(KV, state): the recurrent state cannot be rewound, so a prefi
 checkpoint may lie inside a page; its tail shares the page of the request that wrote it, which only ever appends, and
 whoever continues from it copies that page first. A model without recurrent state can stop at any full page.
 
-The tree owns one reference of each of its pages and the slot of each checkpoint. It moves no bytes.
+The tree owns one reference of each of its pages and the slot of each checkpoint. It moves no bytes: its watchers do.
 """
 
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from dataclasses import dataclass
 from heapq import heapify, heappop
 
+from longlane.memory.node import WORD, Checkpoint, Node, Watcher, chain, common_tokens
 from longlane.memory.pages import PagePool
 from longlane.memory.plan import PAGE
 from longlane.memory.states import SlotPool
 
-WORD = array("i").itemsize
 GHOSTS = 4096
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """A full page. `depth` counts pages from the root, this one included; the root is depth 0 and holds no page.
-
-    `digest` names the tokens from the first on, for logs, events and the disk; only the tokens themselves decide.
-    """
-
-    parent: "Node | None"
-    tokens: bytes
-    digest: bytes
-    depth: int
-    page: int
-    children: dict[bytes, "Node"] = field(default_factory=dict)
-    checkpoints: list["Checkpoint"] = field(default_factory=list)
-    priority: float = 0.0
-    removed: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.depth * PAGE
-
-    def path(self) -> list["Node"]:
-        """From the first page to this one, the root left out."""
-        nodes = []
-        node: Node | None = self
-        while node is not None and node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-
-@dataclass(slots=True, eq=False)
-class Checkpoint:
-    """The full model state after `position` tokens: those of `node`'s path and then `tail`, fewer than a page."""
-
-    node: Node
-    tail: bytes
-    tail_page: int
-    slot: int
-    priority: float = 0.0
-
-    @property
-    def position(self) -> int:
-        return self.node.end + len(self.tail) // WORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +55,7 @@ class PrefixTree:
         page_bytes: int,
         slot_bytes: int,
         rebuild: Callable[[int, int], float] = lambda start, end: float(end - start),
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         self._pages = pages
         self._slots = slots
@@ -109,6 +63,7 @@ class PrefixTree:
         self._page_bytes = page_bytes
         self._slot_bytes = slot_bytes
         self._rebuild = rebuild
+        self._watchers = watchers
         self._clock = 0.0
         # How many checkpoints lie inside each page.
         self._tails: Counter[int] = Counter()
@@ -138,8 +93,8 @@ class PrefixTree:
     def _common(self, node: Node, words: bytes) -> int:
         """Tokens of the prompt that stand in the tree, counted into the page where it leaves it."""
         rest = words[node.end * WORD :]
-        runs = [_common_tokens(key, rest) for key in node.children]
-        runs += [_common_tokens(checkpoint.tail, rest) for checkpoint in node.checkpoints]
+        runs = [common_tokens(key, rest) for key in node.children]
+        runs += [common_tokens(checkpoint.tail, rest) for checkpoint in node.checkpoints]
         return node.end + max(runs, default=0)
 
     def _miss(self, node: Node, words: bytes, used: int, common: int, limit: int) -> str:
@@ -179,6 +134,8 @@ class PrefixTree:
             self._pages.share([page])
             child = node.children[key] = Node(node, key, chain(node.digest, key), node.depth + 1, page)
             self._ghosts.pop(child.digest, None)
+            for watcher in self._watchers:
+                watcher.stored(child)
         child.priority = self._clock + self._page_value(child)
         return child
 
@@ -197,7 +154,10 @@ class PrefixTree:
         checkpoint = Checkpoint(node, array("i", tail).tobytes(), tail_page, slot)
         node.checkpoints.append(checkpoint)
         self._ghosts.pop(node.digest, None)
-        checkpoint.priority = self._clock + self._checkpoint_value(checkpoint)
+        value = self._checkpoint_value(checkpoint)
+        checkpoint.priority = self._clock + value
+        for watcher in self._watchers:
+            watcher.kept(checkpoint, value)
         return checkpoint
 
     def free_pages(self, count: int, keep: Checkpoint | None = None) -> bool:
@@ -307,6 +267,10 @@ class PrefixTree:
         self._slots.give(checkpoint.slot)
 
     def _take_out(self, checkpoint: Checkpoint) -> None:
+        if self._watchers:
+            value = self._checkpoint_value(checkpoint)
+            for watcher in self._watchers:
+                watcher.checkpoint_leaves(checkpoint, value)
         checkpoint.node.checkpoints.remove(checkpoint)
         if checkpoint.tail_page:
             self._pages.give([checkpoint.tail_page])
@@ -316,6 +280,8 @@ class PrefixTree:
         assert node.parent is not None
         assert not node.children
         assert not node.checkpoints
+        for watcher in self._watchers:
+            watcher.leaves(node)
         del node.parent.children[node.tokens]
         node.removed = True
         self._pages.give([node.page])
@@ -342,16 +308,3 @@ class PrefixTree:
 
 def _priority(victim: Node | Checkpoint) -> float:
     return victim.priority
-
-
-def chain(parent: bytes, tokens: bytes) -> bytes:
-    """The digest of a page under a parent's, 16 bytes."""
-    return blake2b(parent + tokens, digest_size=16).digest()
-
-
-def _common_tokens(a: bytes, b: bytes) -> int:
-    """Length of the common prefix in tokens."""
-    size = min(len(a), len(b))
-    if a[:size] == b[:size]:
-        return size // WORD
-    return next(i for i in range(size) if a[i] != b[i]) // WORD

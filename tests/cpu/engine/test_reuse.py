@@ -1,80 +1,12 @@
 """Warm equals cold: conversations that branch, return and share, over a small cache, get the tokens of runs alone."""
 
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from longlane.engine.loop import Engine
-from longlane.types import Request, SamplingParams, Timings
-from support.hash_model import VOCAB
+from support.conversations import Conversation, Turn, drain, serve, turns
 from support.toy_engine import Clock, Guesser, Log, build, oracle, settings
-
-LENGTHS = st.sampled_from([1, 5, 31, 63, 64, 65, 100, 130])
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Continue from turn `parent` (-1: the shared system block), `cut` tokens short of its end, with `new` tokens."""
-
-    parent: int
-    cut: int
-    new: int
-    answer: int
-    symbol: int
-    wait: bool
-
-
-turns = st.lists(
-    st.builds(
-        Turn,
-        parent=st.integers(-1, 8),
-        cut=st.sampled_from([0, 0, 0, 1, 10, 64, 100]),
-        new=LENGTHS,
-        answer=st.integers(1, 70),
-        symbol=st.integers(0, VOCAB - 1),
-        wait=st.booleans(),
-    ),
-    min_size=1,
-    max_size=9,
-)
-
-
-@dataclass
-class Conversation:
-    """Turns as requests: each prompt is what an earlier turn's prompt and answer spell, and something new."""
-
-    system: int
-    texts: list[list[int]] = field(default_factory=list)
-    ends: list[list[int]] = field(default_factory=list)
-
-    def request(self, index: int, turn: Turn) -> Request:
-        base, ends = [3] * self.system, [self.system]
-        if self.texts and turn.parent >= 0:
-            parent = turn.parent % len(self.texts)
-            base = self.texts[parent][: max(1, len(self.texts[parent]) - turn.cut)]
-            ends = [end for end in self.ends[parent] if end <= len(base)]
-        prompt = base + [(turn.symbol + i) % VOCAB for i in range(turn.new)]
-        wanted = Request(
-            id=f"t{index}",
-            token_ids=prompt,
-            max_tokens=turn.answer,
-            sampling=SamplingParams(temperature=0.7, seed=index),
-            boundaries=[*ends, len(prompt)],
-        )
-        self.texts.append(prompt + oracle(wanted).token_ids)
-        self.ends.append([*ends, len(prompt)])
-        return wanted
-
-
-def drain(engine: Engine, log: Log) -> None:
-    for _ in range(20_000):
-        if engine.idle:
-            return
-        log.take(engine.step())
-    raise AssertionError("the engine makes no progress")
 
 
 def check_warm_is_cold(
@@ -127,13 +59,6 @@ def test_warm_equals_cold(work, system, lanes, chunk, slots, spare, drafts):
 @examples(max_examples=300, deadline=None, suppress_health_check=slow)
 def test_warm_equals_cold_at_length(work, system, lanes, chunk, slots, spare, drafts):
     check_warm_is_cold(work, system=system, lanes=lanes, chunk=chunk, slots=slots, spare=spare, drafts=drafts)
-
-
-def serve(engine: Engine, one: Request) -> Timings:
-    engine.submit(one)
-    log = Log()
-    drain(engine, log)
-    return log.finished[one.id].timings
 
 
 def test_the_next_turn_computes_only_what_is_new():

@@ -1,0 +1,83 @@
+"""What the prefix tree is made of: pages found by their exact tokens, and states that stand on them."""
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Protocol
+
+from longlane.memory.plan import PAGE
+
+# Bytes of a token in a key.
+WORD = 4
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A full page. `depth` counts pages from the root, this one included; the root is depth 0 and holds no page.
+
+    `digest` names the tokens from the first on, for logs, events and the disk; only the tokens themselves decide.
+    """
+
+    parent: "Node | None"
+    tokens: bytes
+    digest: bytes
+    depth: int
+    page: int
+    children: dict[bytes, "Node"] = field(default_factory=dict)
+    checkpoints: list["Checkpoint"] = field(default_factory=list)
+    priority: float = 0.0
+    removed: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.depth * PAGE
+
+    def path(self) -> list["Node"]:
+        """From the first page to this one, the root left out."""
+        nodes = []
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """The full model state after `position` tokens: those of `node`'s path and then `tail`, fewer than a page."""
+
+    node: Node
+    tail: bytes
+    tail_page: int
+    slot: int
+    priority: float = 0.0
+
+    @property
+    def position(self) -> int:
+        return self.node.end + len(self.tail) // WORD
+
+
+class Watcher(Protocol):
+    """Hears what the tree gets and gives up; of the latter before it happens, states before the pages under them."""
+
+    def stored(self, node: Node) -> None: ...
+
+    def leaves(self, node: Node) -> None: ...
+
+    def kept(self, checkpoint: Checkpoint, value: float) -> None:
+        """`value`: what the checkpoint saves, by the bytes that it takes."""
+        ...
+
+    def checkpoint_leaves(self, checkpoint: Checkpoint, value: float) -> None: ...
+
+
+def chain(parent: bytes, tokens: bytes) -> bytes:
+    """The digest of a page under a parent's, 16 bytes."""
+    return blake2b(parent + tokens, digest_size=16).digest()
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """Length of the common prefix in tokens."""
+    size = min(len(a), len(b))
+    if a[:size] == b[:size]:
+        return size // WORD
+    return next(i for i in range(size) if a[i] != b[i]) // WORD

@@ -1,0 +1,183 @@
+"""Warm equals cold below the device: spilled, restored, paused, written to disk and found again after a restart."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from longlane.engine.loop import Engine
+from longlane.memory.disk import Disk, fingerprint
+from longlane.memory.events import BlockStored, Event, Ledger
+from longlane.types import Request
+from support.conversations import Conversation, Turn, drain, serve, turns
+from support.hash_model import VOCAB
+from support.toy_engine import Clock, Guesser, Log, build, oracle, settings
+
+MODEL = fingerprint("hash", "float64")
+
+
+class Blocks:
+    """What a router would believe, from events alone."""
+
+    def __init__(self) -> None:
+        self.known: set[tuple[str, bytes]] = set()
+
+    def __call__(self, event: Event) -> None:
+        block = event.tier, event.digest
+        if isinstance(event, BlockStored):
+            assert block not in self.known
+            self.known.add(block)
+        else:
+            self.known.remove(block)
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp())
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def check_intact(engine: Engine) -> None:
+    stats = engine.stats(check=True)
+    assert stats.integrity == []
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+def check(
+    work: list[Turn], *, system: int, lanes: int, slots: int, spare: int, drafts: int, host: tuple[int, int], disk: int
+) -> None:
+    """Run `work` with a restart in the middle; `disk` is the bytes that the disk tier may use, 0 for none."""
+    talk = Conversation(system)
+    wanted = [talk.request(index, turn) for index, turn in enumerate(work)]
+    pages = -(-max(len(text) for text in talk.texts) // 64) + spare
+    half = len(work) // 2 if disk else len(work)
+    log = Log()
+    with folder() as path:
+        for part in (range(half), range(half, len(work))):
+            engine = build(
+                settings(max_concurrency=lanes, prefill_chunk=64),
+                pages=pages,
+                speculator=Guesser(drafts, 3) if drafts else None,
+                clock=Clock(tick=0.001),
+                spare_slots=slots,
+                host=host,
+                disk=Disk(path, disk, MODEL) if disk else None,
+                ledger=Ledger(Blocks()),
+            )
+            for index in part:
+                engine.submit(wanted[index])
+                if work[index].wait:
+                    drain(engine, log)
+                    check_intact(engine)
+            drain(engine, log)
+            check_intact(engine)
+            engine.close()
+    assert not log.failed
+    for one in wanted:
+        assert log.tokens.get(one.id, []) == oracle(one).token_ids, one.id
+
+
+case = given(
+    work=turns,
+    system=st.sampled_from([1, 64, 90]),
+    lanes=st.integers(1, 3),
+    slots=st.integers(0, 3),
+    spare=st.integers(0, 4),
+    drafts=st.sampled_from([0, 3]),
+    host=st.tuples(st.integers(1, 20), st.integers(1, 5)),
+    disk=st.sampled_from([0, 0, 20_000, 1 << 30]),
+)
+slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+@case
+@examples(max_examples=40, deadline=None, suppress_health_check=slow)
+def test_warm_equals_cold(work, system, lanes, slots, spare, drafts, host, disk):
+    check(work, system=system, lanes=lanes, slots=slots, spare=spare, drafts=drafts, host=host, disk=disk)
+
+
+@pytest.mark.nightly
+@case
+@examples(max_examples=300, deadline=None, suppress_health_check=slow)
+def test_warm_equals_cold_at_length(work, system, lanes, slots, spare, drafts, host, disk):
+    check(work, system=system, lanes=lanes, slots=slots, spare=spare, drafts=drafts, host=host, disk=disk)
+
+
+def request(id: str, tokens: list[int], answer: int = 3) -> Request:
+    return Request(id=id, token_ids=tokens, max_tokens=answer, boundaries=[len(tokens)])
+
+
+def words(symbol: int, count: int) -> list[int]:
+    return [(symbol * 7 + i * symbol) % VOCAB for i in range(count)]
+
+
+def test_what_the_device_has_no_room_for_comes_back_from_the_host():
+    engine = build(settings(max_concurrency=1), pages=6, spare_slots=2, host=(20, 4))
+    first = request("a", words(1, 300))
+    assert serve(engine, first).cached_tokens == 0
+    serve(engine, request("b", words(2, 300)))
+    log = Log()
+    again = request("c", [*first.token_ids, *oracle(first).token_ids, 5])
+    engine.submit(again)
+    drain(engine, log)
+    assert log.reuse["c"] == "host state at 302"
+    assert log.tokens["c"] == oracle(again).token_ids
+    assert log.finished["c"].timings.computed_prefill_tokens == 2
+    check_intact(engine)
+
+
+def test_a_restart_continues_from_the_disk():
+    with folder() as path:
+        first = request("a", words(1, 300))
+        engine = build(settings(), pages=20, spare_slots=2, host=(20, 4), disk=Disk(path, 1 << 30, MODEL))
+        serve(engine, first)
+        engine.close()
+        engine = build(settings(), pages=20, spare_slots=2, host=(20, 4), disk=Disk(path, 1 << 30, MODEL))
+        log = Log()
+        engine.submit(request("b", [*first.token_ids, *oracle(first).token_ids, 5]))
+        drain(engine, log)
+        assert log.reuse["b"] == "disk state at 302"
+        assert log.tokens["b"] == oracle(request("b", [*first.token_ids, *oracle(first).token_ids, 5])).token_ids
+        check_intact(engine)
+        engine.close()
+
+
+DAMAGE = {
+    "flip": lambda body: body[:-10] + bytes([body[-10] ^ 4]) + body[-9:],
+    "header": lambda body: body[:40] + bytes([body[40] ^ 4]) + body[41:],
+    "cut": lambda body: body[:-1],
+    "empty": lambda _: b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_every_damaged_file_is_skipped(damage):
+    first = request("a", words(1, 200))
+    again = request("b", [*first.token_ids, *oracle(first).token_ids, 5])
+    with folder() as path:
+        engine = build(settings(), pages=20, spare_slots=2, host=(20, 4), disk=Disk(path, 1 << 30, MODEL))
+        serve(engine, first)
+        engine.close()
+        whole = {file: file.read_bytes() for file in path.iterdir()}
+        assert sorted(file.suffix for file in whole) == [".page"] * 3 + [".state"]
+        for victim, body in whole.items():
+            for file, content in whole.items():
+                file.write_bytes(content)
+            victim.write_bytes(DAMAGE[damage](body))
+            log = Log()
+            engine = build(settings(), pages=20, spare_slots=2, host=(20, 4), disk=Disk(path, 1 << 30, MODEL))
+            engine.submit(again)
+            drain(engine, log)
+            assert log.tokens["b"] == oracle(again).token_ids
+            assert log.finished["b"].timings.cached_tokens == 0
+            check_intact(engine)
+            engine.close()
