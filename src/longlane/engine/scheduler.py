@@ -37,11 +37,13 @@ class Running:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """prefill_chunk: most tokens a chunk has. decode_floor: share of time that decode rows keep beside prefills.
-    gap_s: how long a chunk may hold up decode rows. step_s: how long one may last at all, so that a cancellation is
-    heard and the watchdog sees life on the slowest machine."""
+    lanes: most requests that run at once. gap_s: how long a chunk may hold up decode rows, or a newcomer that a free lane
+    could take. step_s: how long one may last at all, so that a cancellation is heard and the watchdog sees life on the
+    slowest machine."""
 
     prefill_chunk: int
     decode_floor: float
+    lanes: int = 1
     gap_s: float = 0.25
     step_s: float = 5.0
 
@@ -78,7 +80,8 @@ def plan_step(state: Snapshot, policy: Policy) -> StepPlan:
     if not prefills or (decode and state.debt_s > 0):
         return StepPlan(decode, None)
     chosen = choose_prefill(prefills)
-    most = chunk_size(state.token_s, policy.gap_s if decode else policy.step_s, policy.prefill_chunk)
+    somebody_waits = decode or len(state.running) < policy.lanes
+    most = chunk_size(state.token_s, policy.gap_s if somebody_waits else policy.step_s, policy.prefill_chunk)
     skipped = tuple(row.id for row in prefills if row is not chosen)
     return StepPlan(decode, Chunk(chosen.id, min(most, chosen.remaining)), skipped)
 

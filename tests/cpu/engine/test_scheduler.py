@@ -69,6 +69,15 @@ def test_hundred_short_arrivals_hold_a_long_prefill_up_by_exactly_eight_rounds()
     assert max(gaps) == MAX_SKIPS == 8
 
 
+def test_a_chunk_is_short_where_a_newcomer_could_run_beside_it():
+    alone = Snapshot(running=(row("p", 9000),), token_s=1e-3)
+    lanes = {lanes: Policy(prefill_chunk=1024, decode_floor=0.5, lanes=lanes) for lanes in (1, 2)}
+    assert plan_step(alone, lanes[1]).prefill == Chunk("p", 1024)
+    assert plan_step(alone, lanes[2]).prefill == Chunk("p", 192)
+    full = Snapshot(running=(row("p", 9000), row("q", 9500)), token_s=1e-3)
+    assert plan_step(full, lanes[2]).prefill == Chunk("p", 1024)
+
+
 def test_prefill_waits_while_decode_is_owed_time():
     assert plan(row("a"), row("p", 900), debt_s=0.001).prefill is None
     assert plan(row("p", 900), debt_s=0.001).prefill == Chunk("p", 900)
