@@ -1,10 +1,12 @@
-"""What both quality scripts use: engines, answers, acceptance, bits per byte, markdown."""
+"""What both quality scripts use: arguments, processes, answers, acceptance, bits per byte, markdown."""
 
+import argparse
 import json
 import math
+import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,27 @@ from longlane.types import Failed, Finished, Request, SamplingParams, Timings, T
 
 PAGE = 64
 NEVER_S = 1e9
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """With the arguments that the scripts share."""
+    shared = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shared.add_argument("--model", default="tiny")
+    shared.add_argument("--device", default="cpu")
+    shared.add_argument("--windows", type=int, default=8, help="of text, per kind")
+    shared.add_argument("--window", type=int, default=2048, help="tokens in a window")
+    shared.add_argument("--jobs", type=int, default=1, help="processes")
+    shared.add_argument("--threads", type=int, default=1, help="of each process")
+    shared.add_argument("--out", type=Path)
+    return shared
+
+
+def spread(work: Callable[..., Any], units: Sequence[tuple[Any, ...]], jobs: int) -> list[Any]:
+    """work(*unit) for every unit, in order, in `jobs` processes."""
+    if jobs == 1:
+        return [work(*unit) for unit in units]
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        return pool.starmap(work, units, chunksize=1)
 
 
 @dataclass
@@ -144,9 +167,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def save(name: str, data: dict[str, Any], out: Path | None) -> None:
-    """As JSON at `out`, or in the directory $OUT; nowhere where neither is given."""
+def save(name: str, args: argparse.Namespace, data: dict[str, Any]) -> None:
+    """As JSON at --out, or in the directory $OUT; nowhere where neither is given."""
+    out = args.out
     if out is None and "OUT" in os.environ:
         out = Path(os.environ["OUT"]) / f"{name}.json"
     if out is not None:
-        out.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+        settings = {key: value for key, value in vars(args).items() if key != "out"}
+        out.write_text(json.dumps({"settings": settings, **data}, indent=1, ensure_ascii=False) + "\n")

@@ -9,19 +9,19 @@ engine: a fact in held-out filler, the question last, a greedy answer. Prints ma
 
 import argparse
 import random
-import time
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from bench.quality import corpus, encoders
-from bench.quality.harness import bits_per_byte, greedy, open_frontend, prefill, run, save, table, windows
+from bench.quality import corpus, encoders, harness
+from bench.quality.harness import bits_per_byte, greedy, open_frontend, prefill, run, save, spread, table, windows
 from bench.quality.tasks import fact, turns
 from torch import Tensor
 from torch.nn import functional
 
 from longlane.artifact.geometry import GEOMETRIES
 from longlane.artifact.locate import resolve
+from longlane.artifact.resources import open_resources
 from longlane.config import EngineConfig
 from longlane.engine.startup import choose_device, load
 from longlane.kernels.kv_codec import codes, cpu
@@ -46,43 +46,45 @@ PUBLISHED = {
 
 def main() -> None:
     args = parse()
-    frontend = open_frontend(args.model)
-    device = choose_device(args.device)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    loaded = load_model(resolve(args.model), device=device, dtype=dtype)
-    measured = Measured(loaded.model, frontend, args, device)
-    results: dict[str, Any] = {}
-    for codec in args.kv_dtype:
-        began = time.monotonic()
-        results[codec] = measured.codec(codec)
-        results[codec]["needles"] = find_needles(args, frontend, codec)
-        print(f"{codec}: {time.monotonic() - began:.0f} s", flush=True)
-    variants = {}
-    for name in encoders.ENCODERS if args.encoders else ():
-        for codec in ("rk8v4", "rk4v4", "rk4v4-e8"):
-            with encoders.replaced(name):
-                variants[f"{codec}, {name}"] = measured.codec(codec)
-    settings = {key: value for key, value in vars(args).items() if key != "out"}
-    save("kv_codecs", {"settings": settings, "codecs": results, "encoders": variants}, args.out)
-    print_tables(args, loaded.spec, results, variants)
+    units = [(codec, None) for codec in args.kv_dtype]
+    if args.encoders:
+        units += [(codec, name) for name in encoders.ENCODERS for codec in ("rk8v4", "rk4v4", "rk4v4-e8")]
+    measured = spread(measure, [(args, *unit) for unit in units], args.jobs)
+    names = [codec if encoder is None else f"{codec}, {encoder}" for codec, encoder in units]
+    results = dict(zip(names, measured, strict=True))
+    # The longest first, so that no process is left with one at the end.
+    cells = [
+        (args, codec, length, depth)
+        for length in sorted(args.lengths, reverse=True)
+        for codec in args.kv_dtype
+        for depth in args.depths
+    ]
+    needles: dict[str, list[dict[str, Any]]] = {codec: [] for codec in args.kv_dtype}
+    for (_, codec, _, _), found in zip(cells, spread(find_needles, cells, args.jobs), strict=True):
+        needles[codec] += found
+    save("kv_codecs", args, {"codecs": results, "needles": needles})
+    print_tables(args, results, needles)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny")
+    assert __doc__
+    parser = harness.parser(__doc__)
     parser.add_argument("--kv-dtype", nargs="+", default=CODECS)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--depths", type=float, nargs="+", default=DEPTHS)
     parser.add_argument("--needles", type=int, default=4, help="per length and depth")
-    parser.add_argument("--windows", type=int, default=8, help="of text, per kind")
-    parser.add_argument("--window", type=int, default=2048, help="tokens in a window")
     parser.add_argument("--encoders", action=argparse.BooleanOptionalAction, default=True, help="other int4 encoders")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--out", type=Path)
     return parser.parse_args()
+
+
+def measure(args: argparse.Namespace, codec: str, encoder: str | None) -> dict[str, Any]:
+    """Cosines and bits per byte of a codec, its int4 planes written by another encoder if one is named."""
+    torch.set_num_threads(args.threads)
+    device = choose_device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = load_model(resolve(args.model), device=device, dtype=dtype).model
+    with nullcontext() if encoder is None else encoders.replaced(encoder):
+        return Measured(model, open_frontend(args.model), args, device).codec(codec)
 
 
 class Measured:
@@ -93,8 +95,8 @@ class Measured:
         self.text = {
             kind: windows(self.tokenizer, text, args.window, args.windows) for kind, text in corpus.texts().items()
         }
-        raw = "bf16" if device.type == "cuda" else "float32"
-        _, caches = prefill(model, self.text["English"][0], raw, device)
+        self.raw = "bf16" if device.type == "cuda" else "float32"
+        _, caches = prefill(model, self.text["English"][0], self.raw, device)
         layers, length = caches.kv[: model.spec.kv_layers], len(self.text["English"][0])
         self.vectors = {
             "gaussian": (torch.randn(4096, model.spec.head_dim, generator=torch.Generator().manual_seed(0)),) * 2,
@@ -108,7 +110,20 @@ class Measured:
             kind: bits_per_byte(self.model, self.tokenizer, runs, codec, self.device)
             for kind, runs in self.text.items()
         }
-        return {"cosine": cosines, "bits_per_byte": bits}
+        return {"cosine": cosines, "divergence": self.divergence(codec), "bits_per_byte": bits}
+
+    @torch.inference_mode()
+    def divergence(self, codec: str) -> float:
+        """Mean Kullback-Leibler divergence, in nats a token of the English text, from what raw keys and values give."""
+        total, tokens = 0.0, 0
+        for ids in self.text["English"]:
+            exact, ours = (
+                self.model.logits(prefill(self.model, ids, name, self.device)[0]).float().log_softmax(-1)
+                for name in (self.raw, codec)
+            )
+            total += float(functional.kl_div(ours, exact, reduction="sum", log_target=True))
+            tokens += len(ids)
+        return total / tokens
 
 
 def vectors(planes: list[Tensor], length: int) -> Tensor:
@@ -128,29 +143,26 @@ def cosine(codec: str, x: Tensor, which: str) -> float:
     return float(functional.cosine_similarity(x, y, dim=-1).mean())
 
 
-def find_needles(args: argparse.Namespace, frontend: Frontend, codec: str) -> list[dict[str, Any]]:
-    """Every needle asked of an engine with this codec, one at a time, with what it said."""
-    if not args.lengths:
-        return []
+def find_needles(args: argparse.Namespace, codec: str, length: int, depth: float) -> list[dict[str, Any]]:
+    """Needles of one length and depth, asked of an engine with this codec one at a time, with what it said."""
+    frontend = open_frontend(args.model)
     config = EngineConfig(
         model=args.model,
         device=args.device,
         dtype="float32" if args.device == "cpu" else "auto",
         kv_dtype=codec,  # type: ignore[arg-type]
-        max_context=max(args.lengths) + ANSWER_TOKENS,
+        max_context=length + ANSWER_TOKENS,
         threads=args.threads,
     )
     engine, _ = load(config, lambda _: None)
     filler = paragraphs(frontend)
     found = []
-    for length in args.lengths:
-        for depth in args.depths:
-            for index in range(args.needles):
-                ids, code = needle(frontend, filler, length, depth, index)
-                answer = run(engine, [greedy("needle", ids, ANSWER_TOKENS, frontend.stop_ids, top=2)])["needle"]
-                said = frontend.tokenizer.decode(answer.token_ids)
-                cell = {"length": length, "depth": depth, "index": index, "tokens": len(ids)}
-                found.append({**cell, "code": code, "said": said, "right": code in said, "margin": answer.margin})
+    for index in range(args.needles):
+        ids, code = needle(frontend, filler, length, depth, index)
+        answer = run(engine, [greedy("needle", ids, ANSWER_TOKENS, frontend.stop_ids, top=2)])["needle"]
+        said = frontend.tokenizer.decode(answer.token_ids)
+        cell = {"length": length, "depth": depth, "index": index, "tokens": len(ids)}
+        found.append({**cell, "code": code, "said": said, "right": code in said, "margin": answer.margin})
     return found
 
 
@@ -180,9 +192,10 @@ def needle(
     return ids, code
 
 
-def print_tables(args: argparse.Namespace, tiny: CacheSpec, results: dict[str, Any], variants: dict[str, Any]) -> None:
+def print_tables(args: argparse.Namespace, results: dict[str, Any], needles: dict[str, list[dict[str, Any]]]) -> None:
     print(f"\n{args.windows} windows of {args.window} tokens a kind, {args.needles} needles a cell, {args.device}\n")
     big = cache_spec(GEOMETRIES["qwen3.8-27b"], mtp=True)
+    tiny = cache_spec(open_resources(resolve(args.model)).config, mtp=True)
     rows = [
         [
             codec,
@@ -191,15 +204,14 @@ def print_tables(args: argparse.Namespace, tiny: CacheSpec, results: dict[str, A
             f"{token_bytes(tiny, codec, mtp=True):,}",
             PUBLISHED.get(codec, "-"),
         ]
-        for codec in results
+        for codec in args.kv_dtype
     ]
     print(table(["codec", "B/token 27B", "with MTP", "tiny, with MTP", "published elsewhere"], rows), end="\n\n")
     base = results.get("bf16", next(iter(results.values())))["bits_per_byte"]
-    names = ["cosine K", "V", "K of tiny", "V of tiny", *(f"bits/byte {kind}" for kind in base)]
-    rows = [quality(name, found, base) for name, found in {**results, **variants}.items()]
-    print(table(["codec", *names], rows), end="\n\n")
+    names = ["cosine K", "V", "K of tiny", "V of tiny", "KL, millinats", *(f"bits/byte {kind}" for kind in base)]
+    print(table(["codec", *names], [quality(name, found, base) for name, found in results.items()]), end="\n\n")
     if args.lengths:
-        print_needles(args, results)
+        print_needles(args, needles)
 
 
 def token_bytes(spec: CacheSpec, codec: str, *, mtp: bool) -> int:
@@ -210,21 +222,21 @@ def token_bytes(spec: CacheSpec, codec: str, *, mtp: bool) -> int:
 def quality(name: str, found: dict[str, Any], base: dict[str, float]) -> list[str]:
     cosines = [f"{value:.5f}" for pair in found["cosine"].values() for value in pair]
     bits = [f"{value:.4f} ({value / base[kind] - 1:+.2%})" for kind, value in found["bits_per_byte"].items()]
-    return [name, *cosines, *bits]
+    return [name, *cosines, f"{1000 * found['divergence']:.2f}", *bits]
 
 
-def print_needles(args: argparse.Namespace, results: dict[str, Any]) -> None:
+def print_needles(args: argparse.Namespace, needles: dict[str, list[dict[str, Any]]]) -> None:
     rows = []
-    for codec, found in results.items():
-        cells = [[n["right"] for n in found["needles"] if n["length"] == length] for length in args.lengths]
+    for codec, found in needles.items():
+        cells = [[n["right"] for n in found if n["length"] == length] for length in args.lengths]
         rows.append([codec, *(f"{sum(cell)}/{len(cell)}" for cell in cells)])
     print(table(["needles found", *(f"{length:,}" for length in args.lengths)], rows), end="\n\n")
-    if "bf16" not in results:
+    if "bf16" not in needles:
         return
     lost = [
         [codec, f"{n['length']:,}", f"{n['depth']:.2f}", n["code"], repr(n["said"]), f"{ours['margin']:.2f}"]
-        for codec, found in results.items()
-        for ours, n in zip(results["bf16"]["needles"], found["needles"], strict=True)
+        for codec, found in needles.items()
+        for ours, n in zip(needles["bf16"], found, strict=True)
         if ours["right"] and not n["right"]
     ]
     header = ["lost against bf16", "length", "depth", "code", "said", "bf16's smallest margin, nats"]

@@ -8,81 +8,45 @@ teacher-forced on held-out text (`corpus.py`). Prints markdown tables last; JSON
 
 import argparse
 import hashlib
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench.quality import corpus, tasks
-from bench.quality.harness import Acceptance, Answer, bits_per_byte, greedy, open_frontend, run, save, table, windows
+from bench.quality import corpus, harness, tasks
+from bench.quality.harness import Acceptance, bits_per_byte, greedy, open_frontend, run, save, spread, table, windows
 
 from longlane.artifact.locate import resolve
 from longlane.config import EngineConfig
+from longlane.engine.loop import Engine
 from longlane.engine.startup import choose_device, load
 from longlane.models.registry import load_model
-from longlane.text.frontend import Frontend
-from longlane.types import Request
+from longlane.types import Timings
 
-CHAT_TOKENS = 200
+ANSWER_TOKENS = 200
 TEXT_TOKENS = 128
 TEXT_PROMPT = 256
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny")
+    assert __doc__
+    parser = harness.parser(__doc__)
     parser.add_argument("--weights", nargs="+", default=["bf16", "groupwise-int", "int8"])
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="float32 is exact; auto takes the device's fast route")
     parser.add_argument("--tasks", type=int, default=20, help="per skill")
     parser.add_argument("--skills", nargs="+", default=list(tasks.SKILLS), choices=list(tasks.SKILLS))
-    parser.add_argument("--windows", type=int, default=8, help="of text, per kind")
-    parser.add_argument("--window", type=int, default=2048, help="tokens in a window")
     parser.add_argument("--lanes", type=int, default=8)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    results = {}
-    for weights in args.weights:
-        began = time.monotonic()
-        results[weights] = measure(args, weights)
-        print(f"{weights}: {time.monotonic() - began:.0f} s", flush=True)
-    settings = {key: value for key, value in vars(args).items() if key not in ("out", "weights")}
+    per_skill = spread(ask, [(args, weights, skill) for weights in args.weights for skill in args.skills], args.jobs)
+    text = spread(measure_text, [(args, weights) for weights in args.weights], args.jobs)
+    results = {
+        weights: summary(args, per_skill[i * len(args.skills) :][: len(args.skills)], *text[i])
+        for i, weights in enumerate(args.weights)
+    }
     digests = {kind: hashlib.sha256(text.encode()).hexdigest()[:12] for kind, text in corpus.texts().items()}
-    save("skills", {"settings": settings, "text_sha256": digests, "results": results}, args.out)
+    save("skills", args, {"text_sha256": digests, "results": results})
     print_tables(args, results)
 
 
-def measure(args: argparse.Namespace, weights: str) -> dict[str, Any]:
-    frontend = open_frontend(args.model)
-    chosen = [task for skill in args.skills for task in tasks.make_tasks(skill, args.tasks)]
-    answers = run_engine(args, weights, frontend, chosen)
-    per_skill: dict[str, list[bool]] = {skill: [] for skill in args.skills}
-    wrong = []
-    for index, task in enumerate(chosen):
-        text = frontend.tokenizer.decode(answers[f"task {index}"].token_ids)
-        per_skill[task.skill].append(task.right(text))
-        if not task.right(text):
-            wrong.append({"skill": task.skill, "asked": task.messages[-1]["content"], "said": text})
-    accuracy = {skill: sum(marks) / len(marks) for skill, marks in per_skill.items()}
-    kinds = {"chat": "task ", "text": "text "}
-    return {
-        "mean": sum(accuracy.values()) / len(accuracy),
-        "skills": accuracy,
-        "counts": {skill: len(marks) for skill, marks in per_skill.items()},
-        "wrong": wrong,
-        "bits_per_byte": measure_bits(args, weights, frontend),
-        "acceptance": {
-            kind: vars(Acceptance.of([a.timings for id, a in answers.items() if id.startswith(prefix)]))
-            for kind, prefix in kinds.items()
-        },
-    }
-
-
-def run_engine(
-    args: argparse.Namespace, weights: str, frontend: Frontend, chosen: list[tasks.Task]
-) -> dict[str, Answer]:
-    """Answers to the tasks, and continuations of held-out text."""
+def open_engine(args: argparse.Namespace, weights: str) -> Engine:
     config = EngineConfig(
         model=args.model,
         weights=weights,  # type: ignore[arg-type]
@@ -94,27 +58,62 @@ def run_engine(
         max_context=2048,
         threads=args.threads,
     )
-    engine, _ = load(config, lambda _: None)
-    requests: list[Request] = []
+    return load(config, lambda _: None)[0]
+
+
+def ask(args: argparse.Namespace, weights: str, skill: str) -> tuple[list[bool], list[dict[str, str]], list[Timings]]:
+    """Whether each task of a skill was answered right, the wrong answers, and the counts of drafts."""
+    frontend = open_frontend(args.model)
+    chosen = tasks.make_tasks(skill, args.tasks)
+    requests = []
     for index, task in enumerate(chosen):
         ids = frontend.encode_chat(task.messages, tools=task.tools, options={"enable_thinking": task.thinking})
-        requests.append(greedy(f"task {index}", ids, CHAT_TOKENS, frontend.stop_ids))
-    prose = windows(frontend.tokenizer, corpus.english(), TEXT_PROMPT, 2 * args.windows)
-    requests += [greedy(f"text {index}", ids, TEXT_TOKENS, []) for index, ids in enumerate(prose)]
-    return run(engine, requests)
+        requests.append(greedy(str(index), ids, ANSWER_TOKENS, frontend.stop_ids))
+    answers = list(run(open_engine(args, weights), requests).values())
+    said = [frontend.tokenizer.decode(answer.token_ids) for answer in answers]
+    marks = [task.right(text) for task, text in zip(chosen, said, strict=True)]
+    wrong = [
+        {"skill": skill, "asked": task.messages[-1]["content"], "said": text}
+        for task, text, right in zip(chosen, said, marks, strict=True)
+        if not right
+    ]
+    return marks, wrong, [answer.timings for answer in answers]
 
 
-def measure_bits(args: argparse.Namespace, weights: str, frontend: Frontend) -> dict[str, float]:
-    device = choose_device(args.device)
+def measure_text(args: argparse.Namespace, weights: str) -> tuple[dict[str, float], list[Timings]]:
+    """Bits per byte of every kind of text, and the counts of drafts in continuations of the English one."""
+    tokenizer, device = open_frontend(args.model).tokenizer, choose_device(args.device)
+    prose = windows(tokenizer, corpus.english(), TEXT_PROMPT, 2 * args.windows)
+    requests = [greedy(str(index), ids, TEXT_TOKENS, []) for index, ids in enumerate(prose)]
+    answers = run(open_engine(args, weights), requests)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     packed = args.dtype in ("auto", "bf16")
     loaded = load_model(resolve(args.model), device=device, dtype=dtype, packed=packed, weights=weights)  # type: ignore[arg-type]
     codec = "bf16" if device.type == "cuda" else "float32"
-    found = {}
-    for kind, text in corpus.texts().items():
-        runs = windows(frontend.tokenizer, text, args.window, args.windows)
-        found[kind] = bits_per_byte(loaded.model, frontend.tokenizer, runs, codec, device)
-    return found
+    bits = {
+        kind: bits_per_byte(loaded.model, tokenizer, windows(tokenizer, text, args.window, args.windows), codec, device)
+        for kind, text in corpus.texts().items()
+    }
+    return bits, [answer.timings for answer in answers.values()]
+
+
+def summary(
+    args: argparse.Namespace,
+    per_skill: list[tuple[list[bool], list[dict[str, str]], list[Timings]]],
+    bits: dict[str, float],
+    text: list[Timings],
+) -> dict[str, Any]:
+    marks = dict(zip(args.skills, (found[0] for found in per_skill), strict=True))
+    accuracy = {skill: sum(right) / len(right) for skill, right in marks.items()}
+    chat = [timing for found in per_skill for timing in found[2]]
+    return {
+        "mean": sum(accuracy.values()) / len(accuracy),
+        "skills": accuracy,
+        "counts": {skill: len(right) for skill, right in marks.items()},
+        "wrong": [answer for found in per_skill for answer in found[1]],
+        "bits_per_byte": bits,
+        "acceptance": {"chat": vars(Acceptance.of(chat)), "text": vars(Acceptance.of(text))},
+    }
 
 
 def print_tables(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from longlane.models.registry import cache_spec
 
 def run_script(module, tmp_path, monkeypatch, *arguments: str) -> dict:
     out = tmp_path / "out.json"
-    text = "--windows 1 --window 256 --threads 1 --out"
+    text = "--windows 1 --window 256 --out"
     monkeypatch.setattr(sys, "argv", ["script", *arguments, *text.split(), str(out)])
     threads = torch.get_num_threads()
     module.main()
@@ -52,11 +52,13 @@ def test_codec_script_ranks_codecs_and_finds_a_needle(tmp_path, monkeypatch, cap
         "--no-encoders",
     ]
     found = run_script(kv_codecs, tmp_path, monkeypatch, *arguments)["codecs"]
-    assert found["bf16"]["needles"][0]["right"]
-    assert found["bf16"]["needles"][0]["margin"] > 0
+    (needle,) = json.loads((tmp_path / "out.json").read_text())["needles"]["bf16"]
+    assert needle["right"]
+    assert needle["margin"] > 0
     for kind in ("gaussian", "real"):
         assert all(0.98 < value < 0.9999 for value in found["rk4v4"]["cosine"][kind])
         assert all(value > 0.99999 for value in found["bf16"]["cosine"][kind])
+    assert 0 <= found["bf16"]["divergence"] < found["rk4v4"]["divergence"] < 0.1
     for kind, bits in found["rk4v4"]["bits_per_byte"].items():
         assert bits == pytest.approx(found["bf16"]["bits_per_byte"][kind], rel=0.05)
     assert "| bf16 | 65,536 | 69,632 |" in capsys.readouterr().out
