@@ -9,9 +9,9 @@ from longlane.config import EngineConfig
 from longlane.engine.loop import Engine
 from longlane.engine.runner import Runner
 from longlane.layers.batch import Batch, Caches
+from longlane.memory.arena import Arena
 from longlane.memory.disk import Disk
 from longlane.memory.events import DeviceBlocks, Ledger
-from longlane.memory.host import Arena
 from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
 from longlane.memory.prefix import PrefixTree

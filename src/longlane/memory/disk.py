@@ -134,6 +134,11 @@ class Disk:
         """How many more writes may wait."""
         return PENDING - len(self._writes)
 
+    @property
+    def writing(self) -> list[Record]:
+        """What waits to be written, or to be collected."""
+        return [record for record, _, _, _ in self._writes.values()]
+
     def holds(self, key: bytes) -> bool:
         """Whether a record is on disk, or on its way there."""
         return key in self._size or key in self._writes

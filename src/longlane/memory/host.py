@@ -1,159 +1,128 @@
-"""The host arena: one allocation of packed page rows and state rows, and the copies between them and the device.
+"""The host tier: states and pages in the arena, and what goes when it is full."""
 
-Every copy goes through one staging buffer on the device. The main stream gathers into it and scatters out of it, the
-side stream carries it to the host and back. So all writes to pages and slots stay on the main stream, and a page may be
-taken again as soon as it was gathered.
-"""
+from collections.abc import Iterable
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal
-
-import torch
-from torch import Tensor
-
-from longlane.kernels.copy import Copy, Rows, side_stream
-
-Kind = Literal["page", "state"]
-# Pages that one trip of the staging buffer carries at least.
-BATCH = 16
+from longlane.kernels.copy import Copy
+from longlane.memory.arena import Arena, Kind
+from longlane.memory.events import Ledger
+from longlane.memory.node import Checkpoint, Node, chain
+from longlane.memory.records import PageRecord, Record, Shelf, StateRecord
 
 
-class Ticket:
-    """A restore under way. done: everything is where it belongs, for whatever the main stream is given next."""
+class HostTier:
+    """Values are GreedyDual-Size, as in the tree, on a clock of its own. `redundant` is what the device holds as well,
+    oldest first: it costs nothing to drop. A record that is busy when it is dropped keeps its rows until it is not."""
 
-    def __init__(self) -> None:
-        self.left = 0
-        self.cancelled = False
+    def __init__(self, arena: Arena, ledger: Ledger | None = None) -> None:
+        self.arena = arena
+        self.shelf = Shelf("host", ledger)
+        self.redundant: dict[Kind, dict[bytes, Record]] = {"page": {}, "state": {}}
+        self._clock = 0.0
+        self._leaving: list[tuple[int, int]] = []
+        # The newest copy to the host: when it is done, so are all before it.
+        self.last: Copy | None = None
 
-    @property
-    def done(self) -> bool:
-        return self.left == 0
+    def use(self, state: StateRecord) -> None:
+        """Raise the value of a state to that of a fresh one."""
+        state.priority = self._clock + state.value
 
+    def save(self, checkpoint: Checkpoint, value: float) -> StateRecord | None:
+        """Copy a checkpoint to the host, if there can be room for all that it stands on."""
+        path = tuple(node.digest for node in checkpoint.node.path())
+        tails = int(bool(checkpoint.tail))
+        if len(path) + tails > self.arena.count("page"):
+            return None
+        if not (self.room("page", tails) and self.room("state", 1) and self.arena.free("page") >= tails):
+            return None
+        state = StateRecord(state_key(checkpoint), path, checkpoint.tail, value, self.arena.take("state"))
+        self.last = self.arena.save("state", [checkpoint.slot], [state.row])
+        if tails:
+            state.tail_row = self.arena.take("page")
+            self._leaving.append((checkpoint.tail_page, state.tail_row))
+        state.priority = self._clock + value
+        self.shelf.add_state(state)
+        return state
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    kind: Kind
-    rows: Sequence[int]
-    indices: Sequence[int]
-    ticket: Ticket
+    def hold(self, node: Node) -> PageRecord:
+        """Copy a page to a free row."""
+        assert node.parent is not None
+        page = PageRecord(node.digest, node.parent.digest, node.tokens, self.arena.take("page"))
+        self.shelf.add_page(page)
+        self._leaving.append((node.page, page.row))
+        return page
 
+    def flush(self) -> None:
+        """Gather the pages that are leaving; the device may overwrite them afterwards, and not before."""
+        if self._leaving:
+            pages, rows = zip(*self._leaving, strict=True)
+            self.last = self.arena.save("page", pages, rows)
+            self._leaving = []
 
-class Arena:
-    """Rows 0 to `pages` - 1 for pages, 0 to `states` - 1 for states, handed out and taken back by number.
+    def room(self, kind: Kind, count: int) -> bool:
+        """Drop what is redundant, then the states of least value, until `count` rows are free."""
+        while self.arena.free(kind) < count:
+            spares = (*self.redundant[kind].values(), *self.redundant["state"].values())
+            spare = next((record for record in spares if not record.busy), None)
+            if spare is not None:
+                self.drop(spare)
+                continue
+            states = [state for state in self.shelf.states.values() if not state.busy]
+            if not states:
+                return False
+            victim = min(states, key=lambda state: state.priority)
+            self._clock = max(self._clock, victim.priority)
+            self.drop(victim)
+        return True
 
-    page_planes, state_planes: what `Caches.page_planes` and `Caches.slot_planes` return.
-    """
+    def drop(self, record: Record) -> None:
+        """Forget a record, a state with the pages that only it needs."""
+        if isinstance(record, StateRecord):
+            self.redundant["state"].pop(record.key, None)
+            for page in self.shelf.drop_state(record):
+                self.drop(page)
+        else:
+            self.redundant["page"].pop(record.key, None)
+            self.shelf.drop_page(record.key)
+        record.dropped = True
+        if not record.busy:
+            self._free(record)
 
-    def __init__(
-        self, page_planes: Sequence[Tensor], state_planes: Sequence[Tensor], *, pages: int, states: int
-    ) -> None:
-        device = page_planes[0].device
-        self._layout = {"page": Rows(page_planes), "state": Rows(state_planes)}
-        self._side = side_stream(device)
-        size = {kind: rows.size for kind, rows in self._layout.items()}
-        count = {"page": pages, "state": states}
-        edge = _aligned(pages * size["page"])
-        memory = torch.empty(edge + states * size["state"], dtype=torch.uint8, pin_memory=device.type == "cuda")
-        # What each kind's rows are, as bytes: [rows, size].
-        self.rows = {
-            "page": memory[: pages * size["page"]].view(pages, size["page"]),
-            "state": memory[edge:].view(states, size["state"]),
-        }
-        self._free = {kind: list(range(count[kind]))[::-1] for kind in count}
-        self._count = count
-        staged = max(BATCH * size["page"], size["state"])
-        self._staging = torch.empty(staged, dtype=torch.uint8, device=device)
-        self._most = {"page": staged // size["page"], "state": 1}
-        self._last: Copy | None = None
-        self._queue: deque[Load] = deque()
-        self._loading: tuple[Load, Copy] | None = None
+    def _free(self, record: Record) -> None:
+        for kind, row in rows_of(record):
+            self.arena.give(kind, row)
 
-    def count(self, kind: Kind) -> int:
-        return self._count[kind]
+    def unpin(self, records: Iterable[Record]) -> None:
+        """One less that needs each of these rows."""
+        for record in records:
+            record.busy -= 1
+            if record.dropped and not record.busy:
+                self._free(record)
 
-    def free(self, kind: Kind) -> int:
-        return len(self._free[kind])
+    def buffers(self, record: Record) -> list[memoryview]:
+        """The bytes of a record."""
+        return [self.arena.rows[kind][row].numpy().data for kind, row in rows_of(record)]
 
-    def take(self, kind: Kind) -> int:
-        return self._free[kind].pop()
-
-    def give(self, kind: Kind, row: int) -> None:
-        self._free[kind].append(row)
-
-    def save(self, kind: Kind, indices: Sequence[int], rows: Sequence[int]) -> Copy | None:
-        """Copy pages or slots to rows. The device's may be overwritten at once; the rows hold them when it is done."""
-        for start in range(0, len(rows), self._most[kind]):
-            some, to = indices[start : start + self._most[kind]], rows[start : start + self._most[kind]]
-            self._clear_staging()
-            staged = self._staged(kind, len(to))
-            self._layout[kind].pack(some, staged)
-            self._last = self._side.submit(partial(_spread, staged, self.rows[kind], to))
-        return self._last
-
-    def load(self, kind: Kind, rows: Sequence[int], indices: Sequence[int], ticket: Ticket) -> None:
-        """Copy rows to pages or slots that nobody else uses. Progress is made by `advance`."""
-        for start in range(0, len(rows), self._most[kind]):
-            end = start + self._most[kind]
-            self._queue.append(Load(kind, rows[start:end], indices[start:end], ticket))
-            ticket.left += 1
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Nothing is written for `ticket` from now on."""
-        ticket.cancelled = True
-
-    def advance(self) -> None:
-        """Take over what has arrived and send for the next."""
-        self._side.advance()
-        if self._loading and self._loading[1].done:
-            self._scatter()
-        while self._queue and self._queue[0].ticket.cancelled:
-            self._queue.popleft()
-        if self._queue and not self._loading:
-            load = self._queue.popleft()
-            # The side stream still carries the last save away before it fills the buffer again.
-            fetch = partial(_gather, self.rows[load.kind], load.rows, self._staged(load.kind, len(load.rows)))
-            self._loading = load, self._side.submit(fetch)
-
-    def check(self, kind: Kind, held: Sequence[int]) -> list[str]:
-        """Violations, given everyone's rows: each row is free once or held once."""
-        rows = sorted([*held, *self._free[kind]])
-        if rows == list(range(self._count[kind])):
-            return []
-        return [f"of {self._count[kind]} host {kind} rows, {len(held)} are held and {self.free(kind)} free: {rows}"]
-
-    def _clear_staging(self) -> None:
-        """The main stream may write the staging buffer."""
-        if self._loading:
-            self._side.hold_main(self._loading[1])
-            self._scatter()
-        if self._last:
-            self._side.hold_main(self._last)
-
-    def _scatter(self) -> None:
-        assert self._loading
-        load, _ = self._loading
-        self._loading = None
-        if not load.ticket.cancelled:
-            self._layout[load.kind].unpack(self._staged(load.kind, len(load.rows)), load.indices)
-            load.ticket.left -= 1
-
-    def _staged(self, kind: Kind, count: int) -> Tensor:
-        size = self._layout[kind].size
-        return self._staging[: count * size].view(count, size)
+    def check(self, on_device: Iterable[bytes], busy: Iterable[Record]) -> list[str]:
+        """Violations in words: every row owned once or free, and every state's pages somewhere."""
+        dropped = {id(record): record for record in busy if record.dropped}
+        held: dict[Kind, list[int]] = {"page": [], "state": []}
+        for record in (*self.shelf.pages.values(), *self.shelf.states.values(), *dropped.values()):
+            for kind, row in rows_of(record):
+                held[kind].append(row)
+        faults = self.shelf.check() + [fault for kind in held for fault in self.arena.check(kind, held[kind])]
+        there = {*on_device, *self.shelf.pages}
+        if lost := [digest for digest in self.shelf.needed if digest not in there]:
+            faults.append(f"states on the host stand on {len(lost)} pages that are gone")
+        return faults
 
 
-def _spread(source: Tensor, rows: Tensor, to: Sequence[int]) -> None:
-    for index, row in enumerate(to):
-        rows[row].copy_(source[index], non_blocking=True)
+def state_key(checkpoint: Checkpoint) -> bytes:
+    return chain(checkpoint.node.digest, checkpoint.tail)
 
 
-def _gather(rows: Tensor, of: Sequence[int], target: Tensor) -> None:
-    for index, row in enumerate(of):
-        target[index].copy_(rows[row], non_blocking=True)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 64) * 64
+def rows_of(record: Record) -> list[tuple[Kind, int]]:
+    """The arena rows of a record."""
+    if isinstance(record, PageRecord):
+        return [("page", record.row)]
+    tail: list[tuple[Kind, int]] = [] if record.tail_row is None else [("page", record.tail_row)]
+    return [("state", record.row), *tail]

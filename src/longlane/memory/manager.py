@@ -135,12 +135,14 @@ class Memory:
         if restore:
             match = Match(restore.node, None, restore.length, match.common, "")
         pages = self._reserve(match, need, limit)
-        if pages is None and not self._leases and not restore:
+        if pages is None:
+            self._cancel(restore)
+            restore = None
+        if pages is None and not self._leases:
             # A prefix and the page it is continued in can be one page too many. Alone, a request always fits.
             match = self._nothing("the pool has no room for prompt and prefix")
             pages = self._reserve(match, need, limit)
         if pages is None:
-            self._cancel(restore)
             self._flush()
             return None
         there = match.node.end if restore else match.length

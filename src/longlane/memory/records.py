@@ -12,7 +12,7 @@ WORD = 4
 @dataclass(slots=True, eq=False)
 class PageRecord:
     """A page of 64 tokens under `parent`. row: where its bytes are in the arena. busy: how many need them to stay.
-    absent: they are still being read. lost: they could not be. dropped: off its shelf; its row is free once not busy."""
+    absent: they are still being read. lost: they could not be. dropped: off its shelf; freed when not busy."""
 
     key: bytes
     parent: bytes
@@ -113,6 +113,6 @@ class Shelf:
                     yield self.pages[digest]
 
     def check(self) -> list[str]:
-        """Violations in words: `needed` must be what the states say."""
-        counted = Counter(digest for state in self.states.values() for digest in state.path)
-        return [] if counted == self.needed else [f"the {self.tier} tier miscounts what its states stand on"]
+        """Violations in words: `needed` must add up to what the states say."""
+        counted, said = sum(self.needed.values()), sum(len(state.path) for state in self.states.values())
+        return [] if counted == said else [f"{self.tier} states stand on {said} pages, {counted} are counted"]

@@ -46,10 +46,24 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(path)
 
 
-def check_intact(engine: Engine) -> None:
+def check_intact(engine: Engine, blocks: Blocks | None = None) -> None:
     stats = engine.stats(check=True)
     assert stats.integrity == []
     assert stats.pages_free + stats.pages_cached == stats.pages_total
+    if blocks is not None:
+        assert blocks.known == restorable(engine)
+
+
+def restorable(engine: Engine) -> set[tuple[str, bytes]]:
+    """Every page of every tier under a state of any tier, from the contents and not from counts."""
+    memory = engine._memory
+    tree, host, disk = memory._tree, memory._tiers._host.shelf, memory._tiers._disk
+    shelves = [host] + ([disk.shelf] if disk else [])
+    covered = {node.digest for checkpoint in tree.checkpoints() for node in checkpoint.node.path()}
+    covered |= {digest for shelf in shelves for state in shelf.states.values() for digest in state.path}
+    there = {("device", node.digest) for node in tree.nodes()}
+    there |= {(shelf.tier, digest) for shelf in shelves for digest in shelf.pages}
+    return {(tier, digest) for tier, digest in there if digest in covered}
 
 
 def check(
@@ -63,6 +77,8 @@ def check(
     log = Log()
     with folder() as path:
         for part in (range(half), range(half, len(work))):
+            blocks = Blocks()
+            ledger = Ledger(blocks)
             engine = build(
                 settings(max_concurrency=lanes, prefill_chunk=64),
                 pages=pages,
@@ -70,16 +86,16 @@ def check(
                 clock=Clock(tick=0.001),
                 spare_slots=slots,
                 host=host,
-                disk=Disk(path, disk, MODEL) if disk else None,
-                ledger=Ledger(Blocks()),
+                disk=Disk(path, disk, MODEL, ledger) if disk else None,
+                ledger=ledger,
             )
             for index in part:
                 engine.submit(wanted[index])
                 if work[index].wait:
                     drain(engine, log)
-                    check_intact(engine)
+                    check_intact(engine, blocks)
             drain(engine, log)
-            check_intact(engine)
+            check_intact(engine, blocks)
             engine.close()
     assert not log.failed
     for one in wanted:
