@@ -1,7 +1,12 @@
 """Warm equals cold below the device: spilled, restored, paused, written to disk and found again after a restart."""
 
+import multiprocessing
+import os
+import random
 import shutil
+import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,13 +141,18 @@ def words(symbol: int, count: int) -> list[int]:
     return [(symbol * 7 + i * symbol) % VOCAB for i in range(count)]
 
 
+def following(id: str, earlier: Request) -> Request:
+    """The next turn: what an earlier request and its answer spell, and a token more."""
+    return request(id, [*earlier.token_ids, *oracle(earlier).token_ids, 5])
+
+
 def test_what_the_device_has_no_room_for_comes_back_from_the_host():
     engine = build(settings(max_concurrency=1), pages=6, spare_slots=2, host=(20, 4))
     first = request("a", words(1, 300))
     assert serve(engine, first).cached_tokens == 0
     serve(engine, request("b", words(2, 300)))
     log = Log()
-    again = request("c", [*first.token_ids, *oracle(first).token_ids, 5])
+    again = following("c", first)
     engine.submit(again)
     drain(engine, log)
     assert log.reuse["c"] == "host state at 302"
@@ -159,12 +169,128 @@ def test_a_restart_continues_from_the_disk():
         engine.close()
         engine = build(settings(), pages=20, spare_slots=2, host=(20, 4), disk=Disk(path, 1 << 30, MODEL))
         log = Log()
-        engine.submit(request("b", [*first.token_ids, *oracle(first).token_ids, 5]))
+        engine.submit(following("b", first))
         drain(engine, log)
         assert log.reuse["b"] == "disk state at 302"
-        assert log.tokens["b"] == oracle(request("b", [*first.token_ids, *oracle(first).token_ids, 5])).token_ids
+        assert log.tokens["b"] == oracle(following("b", first)).token_ids
         check_intact(engine)
         engine.close()
+
+
+def test_a_restore_holds_up_nobody_else():
+    engine = build(settings(max_concurrency=2, prefill_chunk=64), pages=14, spare_slots=2, host=(20, 4))
+    first = request("a", words(1, 700))
+    serve(engine, first)
+    serve(engine, request("b", words(2, 800)))
+    log = Log()
+    engine.submit(request("beside", words(3, 60), 40))
+    while len(log.tokens.get("beside", [])) < 2:
+        log.take(engine.step())
+    engine.submit(following("back", first))
+    answered = len(log.tokens["beside"])
+    while "back" not in log.reuse:
+        log.take(engine.step())
+    # It took several steps, which decoded the other request, and nothing was said of the prefix before it was there.
+    assert len(log.tokens["beside"]) > answered + 2
+    assert log.reuse["back"] == "host state at 702"
+    drain(engine, log)
+    for one in (request("beside", words(3, 60), 40), following("back", first)):
+        assert log.tokens[one.id] == oracle(one).token_ids
+    check_intact(engine)
+
+
+def test_a_cancelled_restore_gives_everything_back():
+    engine = build(settings(max_concurrency=2, prefill_chunk=64), pages=14, spare_slots=2, host=(20, 4))
+    first = request("a", words(1, 700))
+    serve(engine, first)
+    serve(engine, request("b", words(2, 800)))
+    for steps in range(4):
+        engine.submit(following(f"gone{steps}", first))
+        for _ in range(steps):
+            engine.step()
+        engine.cancel(f"gone{steps}")
+        engine.step()
+        check_intact(engine)
+    back = following("back", first)
+    log = Log()
+    engine.submit(back)
+    drain(engine, log)
+    assert (log.reuse["back"], log.tokens["back"]) == ("host state at 702", oracle(back).token_ids)
+
+
+def test_a_paused_request_comes_back_from_the_host_and_computes_nothing_twice():
+    engine = build(settings(max_concurrency=2, prefill_chunk=64), pages=6, spare_slots=0, host=(20, 4))
+    both = [request("old", words(1, 100), 220), request("young", words(2, 100), 220)]
+    log = Log()
+    for one in both:
+        engine.submit(one)
+    drain(engine, log)
+    for one in both:
+        assert log.tokens[one.id] == oracle(one).token_ids
+    # After a pause, the last token is computed from what came back.
+    assert log.finished["old"].timings.computed_prefill_tokens == 100
+    assert 100 < log.finished["young"].timings.computed_prefill_tokens <= 110
+    check_intact(engine)
+
+
+def test_a_prefix_larger_than_the_arena_is_computed_again():
+    engine = build(settings(max_concurrency=1), pages=6, spare_slots=2, host=(3, 4))
+    first = request("a", words(1, 300))
+    serve(engine, first)
+    serve(engine, request("b", words(2, 300)))
+    again = following("c", first)
+    assert serve(engine, again).cached_tokens < 200
+    check_intact(engine)
+
+
+def talk(index: int) -> Request:
+    """Few beginnings, so that later requests find what earlier ones left."""
+    tokens = [index % 5] * 150 + [(index * 3 + i) % VOCAB for i in range(70 + index % 60)]
+    return Request(id=f"r{index}", token_ids=tokens, max_tokens=3, boundaries=[150, len(tokens)])
+
+
+def small(path: Path) -> Engine:
+    return build(settings(), pages=8, spare_slots=1, host=(12, 4), disk=Disk(path, 60_000, MODEL))
+
+
+def serve_forever(path: Path, start: int) -> None:
+    engine = small(path)
+    for index in range(start, start + 100_000):
+        serve(engine, talk(index))
+
+
+def check_kills(times: int) -> None:
+    """Kill a server that writes at random moments; after each, the next one answers right, from the disk too."""
+    chance, reused = random.Random(times), 0
+    fork = multiprocessing.get_context("fork")
+    with folder() as path:
+        for turn in range(times):
+            server = fork.Process(target=serve_forever, args=(path, turn * 1000), daemon=True)
+            server.start()
+            time.sleep(chance.uniform(0.1, 0.4))
+            assert server.is_alive()
+            os.kill(server.pid, signal.SIGKILL)
+            server.join()
+            engine, log = small(path), Log()
+            for index in range(5):
+                engine.submit(talk(turn * 1000 + 5 + index))
+            drain(engine, log)
+            check_intact(engine)
+            for index in range(5):
+                one = talk(turn * 1000 + 5 + index)
+                assert log.tokens[one.id] == oracle(one).token_ids
+            reused += sum(reuse.startswith("disk") for reuse in log.reuse.values())
+            engine.close()
+    assert reused >= times
+
+
+def test_a_kill_while_writing_costs_no_answer():
+    check_kills(10)
+
+
+@pytest.mark.nightly
+def test_many_kills_while_writing_cost_no_answer():
+    check_kills(50)
 
 
 DAMAGE = {
@@ -178,7 +304,7 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_every_damaged_file_is_skipped(damage):
     first = request("a", words(1, 200))
-    again = request("b", [*first.token_ids, *oracle(first).token_ids, 5])
+    again = following("b", first)
     with folder() as path:
         engine = build(settings(), pages=20, spare_slots=2, host=(20, 4), disk=Disk(path, 1 << 30, MODEL))
         serve(engine, first)
