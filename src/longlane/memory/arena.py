@@ -5,6 +5,7 @@ side stream carries it to the host and back. So all writes to pages and slots st
 taken again as soon as it was gathered.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from longlane.errors import PlanError
 from longlane.kernels.copy import Copy, Rows, side_stream
 
 Kind = Literal["page", "state"]
@@ -44,7 +46,8 @@ class Load:
 class Arena:
     """Rows 0 to `pages` - 1 for pages, 0 to `states` - 1 for states, handed out and taken back by number.
 
-    page_planes, state_planes: what `Caches.page_planes` and `Caches.slot_planes` return.
+    page_planes, state_planes: what `Caches.page_planes` and `Caches.slot_planes` return. Raises `PlanError` when the
+    host cannot pin as much.
     """
 
     def __init__(
@@ -56,7 +59,9 @@ class Arena:
         size = {kind: rows.size for kind, rows in self._layout.items()}
         count = {"page": pages, "state": states}
         edge = _aligned(pages * size["page"])
-        memory = torch.empty(edge + states * size["state"], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        memory = torch.empty(edge + states * size["state"], dtype=torch.uint8)
+        if device.type == "cuda":
+            pin(memory)
         # What each kind's rows are, as bytes: [rows, size].
         self.rows = {
             "page": memory[: pages * size["page"]].view(pages, size["page"]),
@@ -143,6 +148,17 @@ class Arena:
     def _staged(self, kind: Kind, count: int) -> Tensor:
         size = self._layout[kind].size
         return self._staging[: count * size].view(count, size)
+
+
+def pin(memory: Tensor) -> None:
+    """Register plain host memory for direct copies while it lives. Pinned allocators round up to a power of two."""
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    if code := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
+        raise PlanError(
+            f"the host cannot pin {memory.nbytes / 2**30:.1f} GiB (CUDA error {code}); "
+            "use less --host-kv-mib and --host-state-slots, or raise the limit on locked memory"
+        )
+    weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address)
 
 
 def _spread(source: Tensor, rows: Tensor, to: Sequence[int]) -> None:
