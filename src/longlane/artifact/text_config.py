@@ -33,7 +33,7 @@ SIZES = (
     "linear_conv_kernel_dim",
 )
 DENSE_SIZES = ("intermediate_size",)
-MOE_SIZES = ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
+MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 LAYER_TYPES = ("linear_attention", "full_attention")
 
 
@@ -74,6 +74,8 @@ def text_config(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
     text["layer_types"] = _layer_types(text, source)
     text["mtp_num_hidden_layers"] = _mtp_layers(text, source)
     _check_sizes(text, source)
+    if (activation := text.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"{source / 'config.json'}: hidden_act {activation!r} is not supported; only 'silu' is")
     given = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise CheckpointError(
@@ -81,6 +83,8 @@ def text_config(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
             "use the config.json this checkpoint was saved with"
         )
     rope = dict(given)
+    # Older files say `type`; a scaling that went unnoticed would bend every long prompt.
+    rope.setdefault("rope_type", rope.pop("type", "default"))
     for key, default in (("rope_theta", 1e7), ("partial_rotary_factor", 0.25)):
         rope.setdefault(key, text.get(key, default))
     text["rope_parameters"] = rope
@@ -110,9 +114,9 @@ def _layer_types(text: Mapping[str, Any], source: Path) -> list[str]:
     if not isinstance(interval, int) or interval < 1:
         raise CheckpointError(f"{source / 'config.json'}: full_attention_interval is {interval!r}, not positive")
     types = text.get("layer_types") or [LAYER_TYPES[(i + 1) % interval == 0] for i in range(layers)]
-    if len(types) != layers:
+    if not isinstance(types, list) or len(types) != layers:
         raise CheckpointError(
-            f"{source / 'config.json'}: layer_types has {len(types)} entries for {layers} layers; correct one of them"
+            f"{source / 'config.json'}: layer_types is no list of {layers} entries, one a layer; correct one of them"
         )
     if unknown := sorted({str(kind) for kind in types} - set(LAYER_TYPES)):
         raise CheckpointError(

@@ -117,8 +117,10 @@ CASES: dict[str, tuple[Breakage, str, str]] = {
     "layer types of another depth": (
         edit_config(layer_types=["full_attention"] * 3),
         "config.json",
-        "3 entries for 4 layers",
+        "no list of 4 entries",
     ),
+    "layer types not a list": (edit_config(layer_types=4), "config.json", "no list of 4 entries"),
+    "another activation": (edit_config(hidden_act="gelu"), "config.json", "hidden_act 'gelu' is not supported; only"),
     "size missing": (edit_config(head_dim=...), "config.json", "head_dim is None"),
     "several MTP layers": (edit_config(mtp_num_hidden_layers=2), "config.json", "one MTP layer or none"),
     "already quantised": (

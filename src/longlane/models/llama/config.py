@@ -42,6 +42,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     rope_scaling: _Rope | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
+    hidden_act: str = "silu"
 
 
 def parse(config: Mapping[str, Any]) -> LlamaConfig:
@@ -63,6 +64,8 @@ def parse(config: Mapping[str, Any]) -> LlamaConfig:
         raise CheckpointError(
             f"config.json: rope type {kind!r} is not supported by the llama family; only 'default' is"
         )
+    if file.hidden_act != "silu":
+        raise CheckpointError(f"config.json: hidden_act {file.hidden_act!r} is not supported; only 'silu' is")
     for field in ("attention_bias", "mlp_bias"):
         if getattr(file, field):
             raise CheckpointError(f"config.json: {field} is set; this build runs projections without bias only")

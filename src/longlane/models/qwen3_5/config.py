@@ -82,9 +82,10 @@ def parse(config: Mapping[str, Any], source: Path = Path()) -> Qwen35Config:
         raise CheckpointError(f"{source / 'config.json'}: {error}; fetch the checkpoint's own file again") from None
     if (kind := parsed.rope_parameters.rope_type) != "default":
         raise CheckpointError(f"{source / 'config.json'}: rope_type {kind!r} is not supported; only 'default' is")
-    if parsed.mtp_num_hidden_layers > 1:
+    if parsed.num_experts_per_tok > parsed.num_experts > 0:
         raise CheckpointError(
-            f"{source / 'config.json'}: mtp_num_hidden_layers is {parsed.mtp_num_hidden_layers}; this build runs one"
+            f"{source / 'config.json'}: num_experts_per_tok {parsed.num_experts_per_tok} is more than the "
+            f"{parsed.num_experts} experts there are"
         )
     for width, heads, name in (
         (parsed.num_attention_heads, parsed.num_key_value_heads, "num_attention_heads of num_key_value_heads"),
