@@ -68,7 +68,8 @@ class SamplingDefaults:
 def _logit_bias(request: GenerationFields, vocab_size: int) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in (request.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit() and int(key) < vocab_size):
+        # Python refuses to parse thousands of digits, so their number is looked at first.
+        if not (key.isascii() and key.isdigit() and len(key) < 20 and int(key) < vocab_size):
             message = f"logit_bias: {key!r} is not a token id below {vocab_size}"
             raise RequestError(message, param="logit_bias")
         bias[int(key)] = value

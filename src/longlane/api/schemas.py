@@ -14,12 +14,14 @@ T = TypeVar("T")
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
 MIN_SEED, MAX_SEED = -(2**63), 2**64
+# Exact in a double, and within what a message to the engine can carry.
+MAX_COUNT = 2**53
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1)]
-TokenLimit = Annotated[int, Meta(ge=0)]
+TokenLimit = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 
 class StreamOptions(Struct):
@@ -32,7 +34,7 @@ class GenerationFields(Struct, kw_only=True):
     model: str
     temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -41,7 +43,7 @@ class GenerationFields(Struct, kw_only=True):
     seed: int | None = None
     n: Count | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    stop_token_ids: list[TokenLimit] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -64,8 +64,11 @@ class Frontend:
         if taken := RESERVED_OPTIONS & (options or {}).keys():
             raise RequestError(f"{min(taken)} cannot be set here", code="invalid_prompt", param="chat_template_kwargs")
         foreign = [list(messages), tools, dict(options or {}), prefill]
-        mark = self.shield.choose_mark(foreign)
-        turns, covered_tools, covered_options, covered_prefill = self.shield.cover(foreign, mark)
+        try:
+            mark = self.shield.choose_mark(foreign)
+            turns, covered_tools, covered_options, covered_prefill = self.shield.cover(foreign, mark)
+        except RecursionError:
+            raise RequestError("messages or options are nested too deeply", code="invalid_prompt") from None
         text = self.template.render(turns, tools=covered_tools, **covered_options) + covered_prefill
         self._check_length(text, limit, "messages")
         return self.tokenizer.encode_rendered(text, mark)

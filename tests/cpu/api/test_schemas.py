@@ -36,6 +36,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"n": 1000}, "n"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_completion_tokens": 1e30}, "max_completion_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"top_k": 10**30}, "top_k"),
+    ({"stop_token_ids": [10**30]}, "stop_token_ids[0]"),
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
     ({"stop": ""}, "stop"),
     ({"stop": ["a", ""]}, "stop"),
@@ -50,6 +53,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"264": 1}}, "logit_bias"),
     ({"logit_bias": {"²": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias[...]"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
@@ -95,6 +99,12 @@ def test_a_wrong_field_is_named(api: Api, body: dict[str, Any], param: str) -> N
 )
 def test_neutral_fields_are_ignored(api: Api, body: dict[str, Any]) -> None:
     assert api.post(**body).status_code == 200
+
+
+def test_what_is_nested_too_deeply_is_the_fault_of_the_request(api: Api) -> None:
+    deep = msgspec.json.decode(b'{"a":' * 800 + b"1" + b"}" * 800)
+    reply = api.post(chat_template_kwargs={"deep": deep})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_prompt")
 
 
 BODIES = {
