@@ -1,42 +1,14 @@
 """The arena and its copies: nothing is visible before it is complete, nothing is lost that was given up."""
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from longlane.memory.arena import Arena, Ticket
+from longlane.memory.arena import Ticket
 from longlane.memory.host import HostTier
 from longlane.memory.node import Checkpoint, Node, chain
-
-PAGES, SLOTS = 40, 6
-
-
-class Device:
-    """Pages of two planes and slots of one, each filled with a number."""
-
-    def __init__(self, pages: int = 40, states: int = 4) -> None:
-        self.k = torch.full((PAGES, 2, 3), 255.0)
-        self.v = torch.full((PAGES, 5), 255, dtype=torch.uint8)
-        self.state = torch.full((SLOTS, 4), float("nan"), dtype=torch.float64)
-        self.arena = Arena([self.k, self.v], [self.state], pages=pages, states=states)
-
-    def write(self, page: int, value: int) -> None:
-        self.k[page], self.v[page] = value, value
-
-    def read(self, page: int) -> int:
-        values = {*self.k[page].flatten().tolist(), *self.v[page].tolist()}
-        assert len(values) == 1, f"page {page} is torn: {values}"
-        return int(values.pop())
-
-
-def finish(device: Device, ticket: Ticket) -> None:
-    for _ in range(100):
-        if ticket.done:
-            return
-        device.arena.advance()
-    raise AssertionError("the restore makes no progress")
+from support.arena_device import PAGES, Device
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 39])
@@ -49,7 +21,7 @@ def test_pages_may_be_overwritten_as_soon_as_they_are_saved(count):
         device.write(page, 200)
     ticket = Ticket()
     device.arena.load("page", range(count)[::-1], range(count), ticket)
-    finish(device, ticket)
+    device.finish(ticket)
     assert [device.read(page) for page in range(count)] == [page + 1 for page in range(count)]
 
 
@@ -81,7 +53,7 @@ def test_a_cancelled_restore_writes_nothing_more():
             device.write(page, 3)
         later = Ticket()
         device.arena.load("page", [0], [0], later)
-        finish(device, later)
+        device.finish(later)
         assert {device.read(page) for page in range(20, 40)} == {3}
 
 
