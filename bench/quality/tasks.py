@@ -135,7 +135,7 @@ def add_list(rng: random.Random) -> tuple[list[Message], str]:
 
 
 def largest(rng: random.Random) -> tuple[list[Message], str]:
-    numbers = rng.sample(range(10, 100), 4)
+    numbers = rng.sample(range(100, 1000), rng.randrange(3, 6))
     prompt = f"What is the largest number in this list: {', '.join(map(str, numbers))}"
     return turns(prompt), f"The largest number is {max(numbers)}."
 
@@ -190,7 +190,7 @@ SKILLS: dict[str, tuple[Make, bool, bool]] = {
     "arithmetic": (arithmetic, False, False),
     "arithmetic, thinking": (arithmetic, True, False),
     "sums, thinking": (add_list, True, False),
-    "largest": (largest, False, False),
+    "largest, thinking": (largest, True, False),
     "item count": (item_count, False, False),
     "memory": (memory, False, False),
     "memory, thinking": (memory, True, False),
