@@ -56,23 +56,33 @@ class EngineProcess:
         self._context = context
         self._receiver = context.socket(zmq.PULL)
         self._receiver.set(zmq.RCVHWM, 0)
-        self._receiver.bind(f"ipc://{directory}/from")
         # A plain socket: sending from a `finally` must not await. Connecting (not binding) it makes it queue at once.
         self._sender: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.PUSH)
         self._sender.set(zmq.SNDHWM, 0)
         self._sender.set(zmq.LINGER, 0)
-        self._sender.connect(f"ipc://{directory}/to")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[FromEngine])
         self._child: asyncio.subprocess.Process | None = None
 
     @classmethod
     async def spawn(cls, config: EngineConfig, command: Sequence[str]) -> "EngineProcess":
+        """Raises `OSError` or `zmq.ZMQError` when the system has no place for the sockets or the process."""
         process = cls(Path(tempfile.mkdtemp(prefix="longlane-")), zmq.asyncio.Context())
-        # The child leaves when its stdin closes, which the system does even if this process is killed.
-        process._child = await asyncio.create_subprocess_exec(
-            *command, str(process.directory), msgspec.json.encode(config).decode(), stdin=asyncio.subprocess.PIPE
-        )
+        try:
+            process._receiver.bind(f"ipc://{process.directory}/from")
+            process._sender.connect(f"ipc://{process.directory}/to")
+            # The child leaves when its stdin closes, which the system does even if this process is killed. In a
+            # session of its own it does not hear Ctrl-C, which would end it with a trace while it still imports.
+            process._child = await asyncio.create_subprocess_exec(
+                *command,
+                str(process.directory),
+                msgspec.json.encode(config).decode(),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+        except BaseException:
+            process.close()
+            raise
         return process
 
     @property
@@ -175,13 +185,7 @@ class Supervisor:
     async def _keep_alive(self) -> None:
         while True:
             self._fatal = None
-            self._process = await EngineProcess.spawn(self.config, self._command)
-            try:
-                how = await self._watch(self._process)
-            finally:
-                self._process.kill()
-                self._process.close()
-                self._process = None
+            how = await self._run()
             may_restart = self._may_restart()
             self.state = "restarting" if may_restart else "dead"
             error = self._explain(how)
@@ -193,6 +197,19 @@ class Supervisor:
             self.restarts += 1
             log.error("engine: %s; restart %d", error.message, self.restarts)
 
+    async def _run(self) -> str:
+        """One engine process, from its start to its end; says how it ended."""
+        try:
+            self._process = await EngineProcess.spawn(self.config, self._command)
+        except (OSError, zmq.ZMQError) as error:
+            return f"could not be started ({error})"
+        try:
+            return await self._watch(self._process)
+        finally:
+            self._process.kill()
+            self._process.close()
+            self._process = None
+
     async def _watch(self, process: EngineProcess) -> str:
         """Hand on messages until the process ends; says how it ended."""
         reader = asyncio.create_task(self._read(process))
@@ -200,7 +217,12 @@ class Supervisor:
         how = ""
         try:
             while not exit_code.done():
-                await asyncio.wait([reader, exit_code], timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+                waiting = [exit_code] if reader.done() else [exit_code, reader]
+                await asyncio.wait(waiting, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+                if reader.done() and not how:
+                    log.error("a message of the engine could not be taken in", exc_info=reader.exception())
+                    how = "was ended, since nobody could read it any more"
+                    process.kill()
                 silence = time.monotonic() - process.last_seen
                 limit = self._policy.watchdog_s if self.state == "ready" else self._policy.load_s
                 if not how and silence > limit:

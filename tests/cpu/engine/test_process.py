@@ -191,6 +191,35 @@ async def test_a_start_that_fails_says_why_and_is_not_repeated():
     assert (failed.value.code, client.state, client.restarts) == ("invalid_checkpoint", "dead", 0)
 
 
+@pytest.mark.parametrize("broken", ["no such program", "no room for its sockets"])
+async def test_a_process_that_cannot_be_started_is_an_error_and_not_a_hang(broken, tmp_path, monkeypatch):
+    if broken == "no room for its sockets":
+        # The path of a socket may have about a hundred characters.
+        deep = tmp_path / ("d" * 120)
+        deep.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(deep))
+    client = EngineClient(settings(), command=("/nowhere/engine",) if broken == "no such program" else COMMAND)
+    async with asyncio.timeout(30):
+        with pytest.raises(EngineError, match="could not be started"):
+            await client.start()
+    assert (client.state, client.pid) == ("dead", None)
+
+
+async def test_a_message_that_the_server_trips_over_is_an_error_and_not_a_hang():
+    def trip(loading: Loading) -> None:
+        raise ValueError("planted")
+
+    client = EngineClient(settings(), command=COMMAND)
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineError, match="nobody could read it"):
+            await client.start(trip)
+    assert client.state == "dead"
+
+
+async def test_a_signal_to_the_terminal_does_not_reach_the_engine(engine):
+    assert os.getsid(engine.pid) == engine.pid != os.getsid(0)
+
+
 async def test_a_start_can_be_cancelled():
     client = EngineClient(settings(), command=COMMAND)
     task = asyncio.create_task(client.start())
