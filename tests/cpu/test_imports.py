@@ -22,12 +22,15 @@ ALLOWED = {
     "sampling": {"kernels"},
     "spec": {"models", "sampling", "memory", "layers", "kernels"},
     "engine": {"models", "memory", "spec", "sampling", "layers", "kernels", "artifact"},
+    "simulate": {"engine", "spec", "memory"},
     "text": {"artifact"},
     "api": {"text", "engine", "artifact"},
-    "cli": {"api", "text", "engine", "memory", "models", "artifact", "kernels"},
+    "cli": {"simulate", "api", "text", "engine", "memory", "models", "artifact", "kernels"},
 }
 # Rooms that only reach a named, torch-free part of another.
 NARROW = {
+    ("simulate", "engine"): {"scheduler"},
+    ("simulate", "spec"): {"policy"},
     ("text", "artifact"): {"container", "resources"},
     ("api", "artifact"): {"container", "resources", "locate"},
     ("api", "engine"): {"client", "supervisor"},

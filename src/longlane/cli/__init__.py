@@ -16,6 +16,7 @@ COMMANDS = {
     "convert": "Turn a checkpoint into one artifact file.",
     "inspect": "Say what is in an artifact.",
     "plan": "Print the memory plan of a model on any card.",
+    "simulate": "Run the scheduler over the cost model of a card.",
 }
 USAGE_ERROR = 2
 # Boxes cut long flags short; plain help names each in full.

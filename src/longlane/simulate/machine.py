@@ -1,0 +1,310 @@
+"""The engine's loop over a virtual clock. `engine.scheduler` and `memory.manager` decide, as they do in the engine.
+
+What a step takes comes from a `CostModel` instead of a device; nothing else differs from `engine.loop`.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from longlane.config import EngineConfig
+from longlane.engine import scheduler
+from longlane.engine.scheduler import Chunk, Running, Snapshot, StepPlan, Waiting
+from longlane.memory.manager import Lease, Memory
+from longlane.memory.pages import PagePool
+from longlane.memory.plan import PAGE
+from longlane.memory.prefix import PrefixTree
+from longlane.memory.states import SlotPool
+from longlane.simulate.cost import STATE_BYTES, CostModel
+from longlane.simulate.drafting import Drafting, DraftRow
+from longlane.simulate.workload import Ask
+
+PolicyName = Literal["longlane", "fcfs"]
+Outcome = Literal["finished", "rejected", "timed out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: when it began, seconds of its two halves, tokens that each decode row got, and the chunk."""
+
+    began: float
+    decode_s: float
+    prefill_s: float
+    decode: dict[str, int]
+    chunk: Chunk | None
+
+    @property
+    def ended(self) -> float:
+        return self.began + self.decode_s + self.prefill_s
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request in the machine. Times are on the virtual clock, None until they happen.
+
+    started: when the first chunk of its prompt began.
+    """
+
+    ask: Ask
+    arrival: int
+    submitted: float
+    draft: DraftRow
+    tokens: list[int]
+    lease: Lease | None = None
+    decoding: bool = False
+    skipped: int = 0
+    pauses: int = 0
+    cached_tokens: int = 0
+    admitted: float | None = None
+    started: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+    outcome: Outcome | None = None
+
+    @property
+    def id(self) -> str:
+        return self.ask.id
+
+    @property
+    def owed(self) -> int:
+        """Tokens of the answer that are still to come."""
+        return len(self.ask.prompt) + len(self.ask.answer) - len(self.tokens)
+
+    def waiting(self, timeout_s: float) -> Waiting:
+        return Waiting(
+            id=self.id,
+            arrival=self.arrival,
+            priority=self.ask.priority,
+            deadline=self.submitted + timeout_s,
+            paused=self.admitted is not None,
+        )
+
+    def running(self) -> Running:
+        assert self.lease is not None
+        return Running(
+            id=self.id,
+            arrival=self.arrival,
+            priority=self.ask.priority,
+            remaining=0 if self.decoding else len(self.tokens) - self.lease.length,
+            skipped=self.skipped,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What happened: every request, ended one way or another, and every step."""
+
+    jobs: dict[str, Job]
+    steps: list[Step]
+
+    @property
+    def seconds(self) -> float:
+        return self.steps[-1].ended if self.steps else 0.0
+
+
+class Still:
+    """Copies inside the caches are too short to count."""
+
+    def copy_page(self, source: int, target: int) -> None:
+        pass
+
+    def copy_slot(self, source: int, target: int) -> None:
+        pass
+
+
+def plan_first_come(state: Snapshot, policy: scheduler.Policy) -> StepPlan:
+    """The other policy: the oldest prefill in whole chunks to its end, one round of all decode rows between two."""
+    decode = tuple(row.id for row in sorted(state.running, key=scheduler.seniority) if not row.remaining)
+    prefills = [row for row in state.running if row.remaining]
+    if not prefills:
+        return StepPlan(decode, None)
+    oldest = min(prefills, key=lambda row: row.arrival)
+    return StepPlan(decode, Chunk(oldest.id, min(policy.prefill_chunk, oldest.remaining)))
+
+
+PLANNERS: dict[PolicyName, Callable[[Snapshot, scheduler.Policy], StepPlan]] = {
+    "longlane": scheduler.plan_step,
+    "fcfs": plan_first_come,
+}
+
+
+@dataclass(slots=True)
+class Machine:
+    """One engine. Of `config` it reads lanes, pending requests and timeout, chunk, floor, drafts and kv_capacity."""
+
+    cost: CostModel
+    config: EngineConfig
+    policy: PolicyName = "longlane"
+    now: float = 0.0
+    _steps: list[Step] = field(default_factory=list)
+    _jobs: dict[str, Job] = field(default_factory=dict)
+    _waiting: dict[str, Job] = field(default_factory=dict)
+    _running: dict[str, Job] = field(default_factory=dict)
+    _coming: list[tuple[float, int, Ask]] = field(default_factory=list)
+    _following: dict[str, list[tuple[int, Ask]]] = field(default_factory=dict)
+    _debt_s: float = 0.0
+    _token_s: float | None = None
+    _memory: Memory = field(init=False)
+    _drafting: Drafting = field(init=False)
+    _limits: scheduler.Policy = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        assert config.kv_capacity is not None
+        pages, slots = PagePool(config.kv_capacity // PAGE), SlotPool(2 * config.max_concurrency)
+        page_bytes, slot_bytes = PAGE * self.cost.kv_bytes, int(STATE_BYTES / 2)
+        tree = PrefixTree(pages, slots, stateful=True, page_bytes=page_bytes, slot_bytes=slot_bytes)
+        self._memory = Memory(pages, slots, config.kv_capacity, tree=tree, mover=Still())
+        self._drafting = Drafting(config.draft_tokens if config.spec == "mtp" else 0)
+        self._limits = scheduler.Policy(
+            prefill_chunk=config.prefill_chunk, decode_floor=config.decode_floor, lanes=config.max_concurrency
+        )
+
+    def run(self, asks: Sequence[Ask]) -> Run:
+        """Serve all of `asks`. Raises `RequestError` for one that can never fit."""
+        for order, ask in enumerate(asks):
+            if ask.after is None:
+                heapq.heappush(self._coming, (ask.arrival_s, order, ask))
+            else:
+                self._following.setdefault(ask.after, []).append((order, ask))
+        while self._coming or self._waiting or self._running:
+            if not (self._waiting or self._running):
+                self.now = max(self.now, self._coming[0][0])
+            self._step()
+        return Run(self._jobs, self._steps)
+
+    def _step(self) -> None:
+        while self._coming and self._coming[0][0] <= self.now:
+            self._submit(heapq.heappop(self._coming)[2])
+        timeout_s = self.config.pending_timeout_ms / 1000
+        for entry in scheduler.expired([job.waiting(timeout_s) for job in self._waiting.values()], self.now):
+            self._end(self._waiting[entry.id], "timed out")
+        self._admit()
+        running = tuple(job.running() for job in self._running.values())
+        state = Snapshot(running=running, debt_s=self._debt_s, token_s=self._token_s)
+        plan = PLANNERS[self.policy](state, self._limits)
+        if not (plan.decode or plan.prefill):
+            return
+        began = self.now
+        emitted = self._decode([self._running[id] for id in plan.decode])
+        decode_s, decoded = self.now - began, self.now
+        chunk = None
+        if plan.prefill and plan.prefill.id in self._running:
+            chunk = self._prefill(self._running[plan.prefill.id], plan.prefill.tokens)
+            for id in plan.skipped:
+                if id in self._running:
+                    self._running[id].skipped += 1
+        prefill_s = self.now - decoded
+        self._debt_s = scheduler.settle(self._debt_s, decode_s, prefill_s, self._limits.decode_floor)
+        self._steps.append(Step(began, decode_s, prefill_s, emitted, chunk))
+
+    def _submit(self, ask: Ask) -> None:
+        job = Job(
+            ask,
+            arrival=len(self._jobs),
+            submitted=max(ask.arrival_s, 0.0),
+            draft=self._drafting.open(ask.id, ask.acceptance),
+            tokens=list(ask.prompt),
+        )
+        self._jobs[ask.id] = job
+        config, waiting = self.config, len(self._waiting)
+        if scheduler.is_overloaded(len(self._running), waiting, config.max_concurrency, config.max_pending_requests):
+            self._end(job, "rejected")
+            return
+        self._memory.allowed_new(len(ask.prompt), len(ask.answer))
+        self._waiting[job.id] = job
+
+    def _admit(self) -> None:
+        for entry in scheduler.admission_order([job.waiting(0.0) for job in self._waiting.values()]):
+            job = self._waiting[entry.id]
+            if len(self._running) >= self.config.max_concurrency:
+                return
+            job.lease = self._memory.admit(job.id, job.tokens, job.owed, job.ask.boundaries)
+            if job.lease is None:
+                return
+            self._running[job.id] = self._waiting.pop(job.id)
+            if job.admitted is None:
+                job.admitted, job.cached_tokens = self.now, job.lease.cached_tokens
+
+    def _decode(self, jobs: Sequence[Job]) -> dict[str, int]:
+        """One round. Returns the tokens that each row got."""
+        jobs = [job for job in jobs if self._make_room(job)]
+        if not jobs:
+            return {}
+        leases = [job.lease for job in jobs if job.lease is not None]
+        rooms = [
+            min(len(lease.pages) * PAGE - lease.length, job.owed) - 1 for job, lease in zip(jobs, leases, strict=True)
+        ]
+        rows = [job.draft for job in jobs]
+        drafted = self._drafting.propose(rows, rooms)
+        accepted = [row.verify(tried) for row, tried in zip(rows, drafted, strict=True)]
+        took = self.cost.decode_s([lease.length for lease in leases], max(drafted))
+        self.now += took
+        self._drafting.observe(rows, drafted, accepted, took)
+        emitted = {}
+        for job, lease, stood in zip(jobs, leases, accepted, strict=True):
+            before = len(job.tokens)
+            self._generate(job, stood + 1)
+            emitted[job.id] = stood + 1
+            self._memory.commit(lease, job.tokens[before - 1 : before + stood])
+        for job in jobs:
+            if not job.owed:
+                self._end(job, "finished")
+        return emitted
+
+    def _prefill(self, job: Job, tokens: int) -> Chunk:
+        """The next `tokens` of a prompt, or less where a state is to be kept; the last ones decide a token."""
+        lease = job.lease
+        assert lease is not None
+        start = lease.length
+        job.started = self.now if job.started is None else job.started
+        end = min(start + tokens, *(stop for stop in (*lease.stops, len(job.tokens)) if stop > start))
+        took = self.cost.prefill_s(start, end - start)
+        self.now += took
+        self._token_s = took / (end - start)
+        job.skipped = 0
+        self._memory.commit(lease, job.tokens[start:end])
+        if end == len(job.tokens):
+            self._generate(job, 1)
+            job.decoding = True
+            if not job.owed:
+                self._end(job, "finished")
+        return Chunk(job.id, end - start)
+
+    def _generate(self, job: Job, count: int) -> None:
+        job.first_token = self.now if job.first_token is None else job.first_token
+        given = len(job.tokens) - len(job.ask.prompt)
+        job.tokens += job.ask.answer[given : given + count]
+
+    def _make_room(self, job: Job) -> bool:
+        """Pages for the last token, and for drafts where there are any left; else the youngest requests pause."""
+        if job.lease is None:
+            return False
+        if self._memory.grow(job.lease, min(len(job.tokens) + self._drafting.most, job.lease.limit)):
+            return True
+        while not self._memory.grow(job.lease, len(job.tokens)):
+            victim = scheduler.choose_victim(other.running() for other in self._running.values())
+            self._pause(self._running[victim.id])
+            if victim.id == job.id:
+                return False
+        return True
+
+    def _pause(self, job: Job) -> None:
+        self._release(job)
+        job.pauses += 1
+        self._waiting[job.id] = self._running.pop(job.id)
+
+    def _end(self, job: Job, outcome: Outcome) -> None:
+        self._release(job)
+        self._waiting.pop(job.id, None)
+        self._running.pop(job.id, None)
+        job.ended, job.outcome = self.now, outcome
+        for order, ask in self._following.pop(job.id, []):
+            arrival_s = self.now + ask.arrival_s
+            heapq.heappush(self._coming, (arrival_s, order, replace(ask, arrival_s=arrival_s, after=None)))
+
+    def _release(self, job: Job) -> None:
+        if job.lease is not None:
+            self._memory.release(job.lease)
+        job.lease, job.decoding, job.skipped = None, False, 0

@@ -1,0 +1,99 @@
+"""`longlane simulate`: what it prints, and how it refuses."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from longlane.cli import app, load
+from longlane.errors import ConfigError
+from longlane.simulate import tables
+
+PAGE = (Path(__file__).parents[3] / "docs" / "simulate.md").read_text()
+LINES = """{"arrival_s": 0.5, "prompt_tokens": 466, "completion_tokens": 20}
+
+{"arrival_s": 0, "prompt_tokens": 5000, "completion_tokens": 1}
+"""
+
+
+def test_a_trace_is_replayed(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(LINES)
+    result = CliRunner().invoke(app, ["simulate", "--trace", str(path), "--draft-tokens", "auto", "--json"])
+    assert result.exit_code == 0, result.output
+    body = json.loads(result.output)
+    assert [(row["request"], row["prompt"], row["outcome"]) for row in body["rows"]] == [
+        ("line 3", 5000, "finished"),
+        ("line 1", 466, "finished"),
+    ]
+    assert body["summary"]["tokens_s"] == pytest.approx(21 / body["summary"]["seconds"])
+
+
+def test_a_scenario_is_a_table():
+    result = CliRunner().invoke(app, ["simulate", "--scenario", "many-shorts", "--preset", "h200"])
+    assert result.exit_code == 0, result.output
+    head, _, values = result.output.splitlines()[2:5]
+    assert dict(zip(head.split(" | "), values.split(" | "), strict=True))["| longest_gap_rounds"] == "| 8"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "--scenario"),
+        (["--scenario", "lanes", "--trace", "x"], "one of the two"),
+        (["--scenario", "none"], "short-behind-long"),
+        (["--scenario", "lanes", "--preset", "5090"], "4080s"),
+        (["--scenario", "lanes", "--policy", "lifo"], "fcfs"),
+        (["--scenario", "lanes", "--draft-tokens", "6"], "0 to 5"),
+        (["--trace", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_what_cannot_be_is_refused(args, message):
+    result = CliRunner().invoke(app, ["simulate", *args])
+    assert isinstance(result.exception, ConfigError)
+    assert message in result.exception.message
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1"),
+        ('{"arrival_s": 0}', "prompt_tokens"),
+        ('{"arrival_s": 0, "prompt_tokens": 1, "completion_tokens": 1, "tokens": 2}', "tokens"),
+        ('{"arrival_s": -1, "prompt_tokens": 1, "completion_tokens": 1}', "arrival_s"),
+        ('{"arrival_s": 0, "prompt_tokens": 0, "completion_tokens": 1}', "prompt_tokens"),
+        ("", "no requests"),
+    ],
+)
+def test_a_trace_that_is_wrong_is_refused_by_line(line, message, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line)
+    result = CliRunner().invoke(app, ["simulate", "--trace", str(path)])
+    assert isinstance(result.exception, ConfigError)
+    assert message in result.exception.message
+
+
+def test_a_plot_needs_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "find_spec", lambda name: None)
+    (tmp_path / "trace.jsonl").write_text(LINES)
+    args = ["simulate", "--trace", str(tmp_path / "trace.jsonl"), "--plot", str(tmp_path / "a.png")]
+    result = CliRunner().invoke(app, args)
+    assert isinstance(result.exception, ConfigError)
+    assert "matplotlib" in result.exception.message
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_a_plot_is_drawn(tmp_path):
+    (tmp_path / "trace.jsonl").write_text(LINES)
+    args = ["simulate", "--trace", str(tmp_path / "trace.jsonl"), "--plot", str(tmp_path / "a.png")]
+    assert CliRunner().invoke(app, args).exit_code == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_flag_is_documented():
+    flags = {opt for param in load("simulate").params for opt in param.opts if opt != "--help"}
+    assert "--policy" in flags
+    assert [flag for flag in sorted(flags) if not re.search(rf"`{flag}[ `]", PAGE)] == []

@@ -1,0 +1,104 @@
+"""The machine is the engine with another clock: the same workload gives the same times, request by request."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from longlane.simulate.machine import Machine
+from longlane.simulate.measures import total_s, ttft_s
+from longlane.simulate.presets import preset
+from longlane.simulate.scenarios import default_config
+from longlane.simulate.workload import TEXTS, Ask
+from longlane.types import Request
+from support.hash_model import VOCAB
+from support.toy_engine import Clock, Log, build, settings
+
+COST = preset("4080s")
+
+
+def timed_engine(lanes: int, pages: int, clock: Clock):
+    """The real engine over the hash model, on a clock that only its steps move."""
+    engine = build(settings(max_concurrency=lanes, kv_capacity=pages * 64), pages=pages, clock=clock, spare_slots=lanes)
+    compute = engine._runner.run
+
+    def run(kind, rows):
+        lengths = [row.lease.length for row in rows]
+        one = kind == "prefill"
+        clock.now += COST.prefill_s(lengths[0], len(rows[0].token_ids)) if one else COST.decode_s(lengths)
+        return compute(kind, rows)
+
+    engine._runner.run = run
+    return engine
+
+
+def serve(engine, clock: Clock, arrivals: list[tuple[float, Request]]) -> Log:
+    log, coming = Log(), sorted(arrivals, key=lambda pair: pair[0])
+    while coming or not engine.idle:
+        if engine.idle:
+            clock.now = max(clock.now, coming[0][0])
+        while coming and coming[0][0] <= clock.now:
+            engine.submit(coming.pop(0)[1])
+        log.take(engine.step())
+    return log
+
+
+def workload(seed: int, crowded: bool) -> list[tuple[float, Request]]:
+    rng = random.Random(seed)
+    arrivals = []
+    for index in range(12):
+        prompt = rng.choice([40, 60] if crowded else [1, 64, 65, 300, 1500])
+        request = Request(
+            id=f"r{index}",
+            token_ids=[rng.randrange(VOCAB) for _ in range(prompt)],
+            max_tokens=rng.choice([100, 150] if crowded else [1, 5, 40]),
+            priority=rng.randrange(2),
+        )
+        arrivals.append((0.001 * index if crowded else rng.uniform(0, 3), request))
+    return arrivals
+
+
+@pytest.mark.parametrize(("lanes", "pages", "crowded"), [(1, 40, False), (3, 80, False), (4, 9, True)])
+@pytest.mark.parametrize("seed", range(2))
+def test_every_request_has_the_times_it_has_in_the_engine(lanes, pages, crowded, seed):
+    arrivals, clock = workload(seed, crowded), Clock()
+    log = serve(timed_engine(lanes, pages, clock), clock, arrivals)
+    asks = [
+        Ask(id=wanted.id, prompt=wanted.token_ids, answer=log.tokens[wanted.id], arrival_s=at, priority=wanted.priority)
+        for at, wanted in sorted(arrivals, key=lambda pair: pair[0])
+    ]
+    config = replace(default_config("4080s"), max_concurrency=lanes, kv_capacity=pages * 64, draft_tokens=0)
+    run = Machine(COST, config).run(asks)
+    assert (sum(job.pauses for job in run.jobs.values()) > 0) is crowded
+    for wanted in asks:
+        job, timings = run.jobs[wanted.id], log.finished[wanted.id].timings
+        # The engine hears of a request between two steps, the machine counts from its arrival.
+        late = total_s(job) - timings.total_s
+        assert late > -1e-9
+        assert timings.ttft_s + late == pytest.approx(ttft_s(job)), wanted.id
+        assert job.cached_tokens == timings.cached_tokens
+    assert run.seconds == pytest.approx(clock.now)
+
+
+def asks(count: int, **changes: object) -> list[Ask]:
+    return [Ask(**{"id": f"a{i}", "prompt": [i] * 100, "answer": [i] * 10, **changes}) for i in range(count)]
+
+
+def test_one_too_many_is_rejected_and_one_too_long_in_the_queue_times_out():
+    config = replace(default_config("4080s"), max_concurrency=1, max_pending_requests=2, pending_timeout_ms=200)
+    outcomes = [job.outcome for job in Machine(COST, config).run(asks(5)).jobs.values()]
+    assert outcomes == ["finished", "timed out", "timed out", "rejected", "rejected"]
+
+
+def test_a_request_after_another_comes_when_that_one_has_ended():
+    first = Ask(id="first", prompt=[1] * 100, answer=[2] * 10)
+    run = Machine(COST, default_config("4080s")).run([replace(first, id="next", after="first", arrival_s=3.0), first])
+    assert run.jobs["next"].submitted == pytest.approx(total_s(run.jobs["first"]) + 3.0)
+
+
+def test_fixed_drafts_give_as_many_tokens_a_round_as_the_text_accepts():
+    (ask,) = asks(1, answer=list(range(6000)), acceptance=TEXTS["code"])
+    run = Machine(COST, replace(default_config("4080s"), draft_tokens=3)).run([ask])
+    rounds = [step.decode["a0"] for step in run.steps if step.decode]
+    assert sum(rounds) / len(rounds) == pytest.approx(1 + 3 * 0.763, rel=0.03)
+    assert set(rounds) == {1, 2, 3, 4}
