@@ -65,13 +65,15 @@ class GgufModel:
         self.path = path
         try:
             self.reader = Reader(path)
-        except (ValueError, OSError, IndexError) as error:
+        except (ValueError, OSError, LookupError) as error:
             raise CheckpointError(f"{path} is not a whole GGUF file ({error}); fetch it again") from None
         if (family := self._field("general.architecture")) != "llama":
             raise CheckpointError(f"{path}: GGUF architecture {family} is not supported; this build converts llama")
         self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self._read: set[str] = set()
         self.config = self._config()
+        self._check_rope()
+        self._shapes = _shapes(self.config)
         self.resources = self._resources()
 
     def items(self) -> list[Item]:
@@ -99,20 +101,38 @@ class GgufModel:
             raise CheckpointError(f"{self.path}: GGUF key {key} is missing; convert the model to GGUF again")
         return value
 
+    def _count(self, key: str, default: int | None = None) -> int:
+        value = self._field(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(
+                f"{self.path}: GGUF key {key} is {value!r}, not one positive number; convert the model to GGUF again"
+            )
+        return value
+
+    def _check_rope(self) -> None:
+        """Refuse a rotary embedding that this build would compute as the plain one."""
+        scaling = self._field("llama.rope.scaling.type", "none")
+        rotated = self._field("llama.rope.dimension_count", self.config["head_dim"])
+        if scaling != "none" or rotated != self.config["head_dim"]:
+            raise CheckpointError(
+                f"{self.path}: rotary embedding of {rotated} dimensions with scaling {scaling} is not supported; "
+                f"this build rotates all {self.config['head_dim']} of a head, without scaling"
+            )
+
     def _config(self) -> dict[str, Any]:
-        heads = self._required("llama.attention.head_count")
-        hidden = self._required("llama.embedding_length")
+        heads = self._count("llama.attention.head_count")
+        hidden = self._count("llama.embedding_length")
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "hidden_size": hidden,
-            "intermediate_size": self._required("llama.feed_forward_length"),
-            "num_hidden_layers": self._required("llama.block_count"),
+            "intermediate_size": self._count("llama.feed_forward_length"),
+            "num_hidden_layers": self._count("llama.block_count"),
             "num_attention_heads": heads,
-            "num_key_value_heads": self._field("llama.attention.head_count_kv", heads),
-            "head_dim": self._field("llama.attention.key_length", hidden // heads),
+            "num_key_value_heads": self._count("llama.attention.head_count_kv", heads),
+            "head_dim": self._count("llama.attention.key_length", hidden // heads),
             "hidden_act": "silu",
-            "max_position_embeddings": self._required("llama.context_length"),
+            "max_position_embeddings": self._count("llama.context_length"),
             "rms_norm_eps": self._required("llama.attention.layer_norm_rms_epsilon"),
             "rope_theta": self._field("llama.rope.freq_base", 10000.0),
             "vocab_size": len(self._required("tokenizer.ggml.tokens")),
@@ -130,7 +150,7 @@ class GgufModel:
             "add_bos_token": self._field("tokenizer.ggml.add_bos_token", False),
             "clean_up_tokenization_spaces": False,
             **{
-                f"{role}_token": None if (id := self.config[f"{role}_token_id"]) is None else tokens[id]
+                f"{role}_token": None if (id := self.config[f"{role}_token_id"]) is None else self._token(tokens, id)
                 for role in ("bos", "eos", "pad")
             },
         }
@@ -145,6 +165,11 @@ class GgufModel:
         if template := self._field("tokenizer.chat_template"):
             resources["chat_template"] = template.encode()
         return resources
+
+    def _token(self, tokens: list[str], id: int) -> str:
+        if not 0 <= id < len(tokens):
+            raise CheckpointError(f"{self.path}: token {id} is outside its vocabulary of {len(tokens)}; fetch it again")
+        return tokens[id]
 
     def _stop_ids(self) -> list[int]:
         """The end of a turn, and the end of a text where the file names another one."""
@@ -166,6 +191,8 @@ class GgufModel:
         tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
         tokenizer.decoder = decoders.ByteLevel()
         types = self._required("tokenizer.ggml.token_type")
+        if len(types) != len(tokens):
+            raise CheckpointError(f"{self.path}: {len(tokens)} tokens, but {len(types)} token types; fetch it again")
         added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
         tokenizer.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in added])
         return tokenizer
@@ -188,6 +215,12 @@ class GgufModel:
                 f"{self.path}: tensor {name} is of GGUF type {tensor.tensor_type.name}; "
                 f"quantise the model to one of {', '.join(type.name for type in READABLE)}"
             )
+        shape, expected = tuple(int(size) for size in reversed(tensor.shape)), self._shapes[name.split(".")[-2]]
+        if shape != expected:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has shape {list(shape)}, its settings imply {list(expected)}; "
+                "convert the model to GGUF again"
+            )
         self._read.add(name)
         return tensor
 
@@ -196,12 +229,37 @@ class GgufModel:
         for part, heads in (("attn_q", "num_attention_heads"), ("attn_k", "num_key_value_heads")):
             if part in tensor.name:
                 data = _half_split(data, self.config[heads])
-        if format == AFFINE:
-            return _affine(data)
-        if format == "q8_g32_fp16":
-            return _symmetric(data)
-        dense = torch.tensor(gguf.dequantize(data, tensor.tensor_type))
-        return dense.bfloat16() if format == "bf16" else dense
+        weight = _decode(data, tensor.tensor_type, format)
+        parts = [weight] if isinstance(weight, torch.Tensor) else [weight.scale, weight.minimum]
+        if not all(bool(part.isfinite().all()) for part in parts if part is not None):
+            raise CheckpointError(f"{self.path}: tensor {tensor.name} has values that are not finite; fetch it again")
+        return weight
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What the settings imply for each kind of tensor."""
+    hidden, inter = config["hidden_size"], config["intermediate_size"]
+    query, key = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    matrices = {
+        "attn_q": (query, hidden),
+        "attn_k": (key, hidden),
+        "attn_v": (key, hidden),
+        "attn_output": (hidden, query),
+        "ffn_gate": (inter, hidden),
+        "ffn_up": (inter, hidden),
+        "ffn_down": (hidden, inter),
+    }
+    vocabulary = dict.fromkeys(("token_embd", "output"), (config["vocab_size"], hidden))
+    return {**matrices, **vocabulary, **dict.fromkeys(("attn_norm", "ffn_norm", "output_norm"), (hidden,))}
+
+
+def _decode(data: Bytes, type: Type, format: str) -> Weight:
+    if format == AFFINE:
+        return _affine(data)
+    if format == "q8_g32_fp16":
+        return _symmetric(data)
+    dense = torch.tensor(gguf.dequantize(data, type))
+    return dense.bfloat16() if format == "bf16" else dense
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -53,7 +53,16 @@ def random_arrays(tied: bool = True) -> Arrays:
 
 
 def write_gguf(
-    path: Path, arrays: Arrays, types: dict[str, Type], *, family: str = "llama", pre: str = "smollm", **raw: Any
+    path: Path,
+    arrays: Arrays,
+    types: dict[str, Type],
+    *,
+    family: str = "llama",
+    pre: str = "smollm",
+    heads: int = HEADS,
+    scaling: Any = None,
+    eos: int = 257,
+    **raw: Any,
 ) -> dict[str, Tensor]:
     """A small model; `types` by the end of a tensor's name, float32 otherwise. Returns the values it holds."""
     writer = gguf.GGUFWriter(path, family)
@@ -61,7 +70,9 @@ def write_gguf(
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INTER)
-    writer.add_head_count(HEADS)
+    writer.add_head_count(heads)
+    if scaling is not None:
+        writer.add_rope_scaling_type(scaling)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(1e5)
@@ -73,7 +84,7 @@ def write_gguf(
     writer.add_token_list(tokens)
     writer.add_token_types([3 if 256 <= id < 259 else 4 if 259 <= id < 300 else 1 for id in range(VOCAB)])
     writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(257)
+    writer.add_eos_token_id(eos)
     writer.add_chat_template("{{ messages }}")
     held = {}
     for name, values in arrays.items():
@@ -175,6 +186,10 @@ def test_a_q8_0_outside_our_format_becomes_float32(tmp_path: Path, byte: int) ->
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "another family": ({"family": "mamba"}, "architecture mamba .* converts llama"),
     "another tokenizer": ({"pre": "qwen2"}, "pre-tokenizer qwen2 .* reads smollm"),
+    "scaled positions": ({"scaling": gguf.RopeScalingType.YARN}, "scaling yarn is not supported"),
+    "heads that do not fit": ({"heads": 8}, r"attn_k.weight has shape \[32, 64\], its settings imply \[16, 64\]"),
+    "no heads": ({"heads": 0}, "llama.attention.head_count is 0, not one positive number"),
+    "an id outside the vocabulary": ({"eos": 5000}, "token 5000 is outside its vocabulary of 320"),
     "another type": ({"types": {"ffn_down": Type.Q4_0}}, "ffn_down.weight is of GGUF type Q4_0; .* Q4_1"),
 }
 
@@ -187,6 +202,17 @@ def test_what_cannot_be_converted_says_what_can(tmp_path: Path, changes: dict[st
         open_gguf(tmp_path / "m.gguf")
     assert "m.gguf" in error.value.message
     assert "\n" not in error.value.message
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the encoders of `gguf`, which do not mind
+@pytest.mark.parametrize("type", [Type.Q4_1, Type.Q8_0, Type.F16, Type.F32], ids=lambda type: type.name)
+def test_values_that_are_not_finite_are_refused(tmp_path: Path, type: Type) -> None:
+    arrays = random_arrays()
+    arrays["blk.1.ffn_down"][3, 5] = np.inf
+    write_gguf(tmp_path / "m.gguf", arrays, {"ffn_down": type})
+    with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_down\.weight has values that are not finite"):
+        convert(tmp_path / "m.gguf", tmp_path / "m.ninfer", Options(), quiet=True)
+    assert not list(tmp_path.glob("*.ninfer*"))
 
 
 def test_missing_extra_and_cut(tmp_path: Path) -> None:
