@@ -12,17 +12,31 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from longlane.engine.loop import Engine
+from longlane.engine.runner import Runner
+from longlane.layers.batch import new_caches
 from longlane.memory.disk import Disk, fingerprint
 from longlane.memory.events import BlockStored, Event, Ledger
-from longlane.types import Request
+from longlane.memory.manager import Memory
+from longlane.memory.pages import PagePool
+from longlane.memory.prefix import PrefixTree
+from longlane.memory.states import SlotPool
+from longlane.memory.tiers import Tiers
+from longlane.models.decoder import Decoder
+from longlane.models.registry import build as build_model
+from longlane.spec.speculator import Speculator
+from longlane.types import Request, SamplingParams
+from support.checkpoints import SIZES, dense_weights, randomised
 from support.conversations import Conversation, Turn, drain, serve, turns
 from support.hash_model import VOCAB
-from support.toy_engine import Clock, Guesser, Log, build, oracle, settings
+from support.random_checkpoint import write_side_files
+from support.toy_engine import Clock, Guesser, Log, arena, build, oracle, settings
 
 MODEL = fingerprint("hash", "float64")
 
@@ -291,6 +305,72 @@ def test_a_kill_while_writing_costs_no_answer():
 @pytest.mark.nightly
 def test_many_kills_while_writing_cost_no_answer():
     check_kills(50)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> Decoder:
+    """Heads of 64, the least that every codec takes."""
+    directory = tmp_path_factory.mktemp("hybrid")
+    rope = {**SIZES["rope_parameters"], "mrope_section": [6, 5, 5]}
+    sizes = {**SIZES, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": rope}
+    randomised(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes))).save_pretrained(directory)
+    write_side_files(directory, sizes["vocab_size"])
+    config, weights = dense_weights(directory)
+    return build_model(config, weights, dtype=torch.float64)
+
+
+def serve_turns(model: Decoder, codec: str, spec: str, path: Path | None) -> list[tuple[list[int], str]]:
+    """Two conversations in turns over a pool that holds one; with `path`, over all tiers and a restart in the middle.
+    What each turn answered, and where its prefix came from."""
+    prompts, answers = {0: words(3, 70), 1: words(5, 90)}, []
+    engine = None
+    for turn in range(6):
+        if engine is None or (path and turn == 3):
+            engine = real_engine(model, codec, spec, path)
+        one = Request(id=f"t{turn}", token_ids=prompts[turn % 2], max_tokens=8, sampling=SamplingParams(temperature=0))
+        log = Log()
+        engine.submit(one)
+        drain(engine, log)
+        answers.append((log.tokens[one.id], log.reuse[one.id].split(" ")[0]))
+        prompts[turn % 2] = [*one.token_ids, *log.tokens[one.id], *words(turn, 40)]
+        check_intact(engine)
+        if turn in (2, 5):
+            engine.close()
+    return answers
+
+
+def real_engine(model: Decoder, codec: str, spec: str, path: Path | None) -> Engine:
+    config = settings(spec=spec, draft_tokens=3, max_context=256)
+    caches = new_caches(model.spec, pages=5, slots=2, codec=codec, dtype=torch.float64, device="cpu")
+    speculator = None if spec == "off" else Speculator(config, model.mtp, caches)
+    runner = Runner(model, caches, torch.device("cpu"), 320)
+    pages, slots = PagePool(4), SlotPool(1)
+    if path is None:
+        return Engine(runner, Memory(pages, slots, 256), config, speculator)
+    tiers = Tiers(arena(caches, 10, 4), Disk(path, 1 << 30, MODEL))
+    tree = PrefixTree(pages, slots, stateful=True, page_bytes=1000, slot_bytes=4000, watchers=[tiers])
+    return Engine(runner, Memory(pages, slots, 256, tree=tree, mover=caches, tiers=tiers), config, speculator)
+
+
+@pytest.mark.parametrize(
+    ("codec", "spec"),
+    [
+        ("float64", "lookup"),
+        ("bf16", "off"),
+        ("int8", "lookup"),
+        pytest.param("fp8", "off", marks=pytest.mark.nightly),
+        pytest.param("rk8v4", "off", marks=pytest.mark.nightly),
+        pytest.param("rk4v4", "off", marks=pytest.mark.nightly),
+        ("rk4v4-e8", "lookup"),
+        pytest.param("rk2v4-e8", "off", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_real_model_answers_the_same_from_every_tier(hybrid, codec, spec):
+    with folder() as path:
+        warm = serve_turns(hybrid, codec, spec, path)
+    cold = serve_turns(hybrid, codec, spec, None)
+    assert [tokens for tokens, _ in warm] == [tokens for tokens, _ in cold]
+    assert [tier for _, tier in warm][2:5] == ["host", "disk", "disk"]
 
 
 DAMAGE = {
