@@ -5,7 +5,7 @@ What a step takes comes from a `CostModel` instead of a device; nothing else dif
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from longlane.config import EngineConfig
@@ -49,6 +49,7 @@ class Job:
     ask: Ask
     arrival: int
     submitted: float
+    deadline: float
     draft: DraftRow
     tokens: list[int]
     lease: Lease | None = None
@@ -71,12 +72,12 @@ class Job:
         """Tokens of the answer that are still to come."""
         return len(self.ask.prompt) + len(self.ask.answer) - len(self.tokens)
 
-    def waiting(self, timeout_s: float) -> Waiting:
+    def waiting(self) -> Waiting:
         return Waiting(
             id=self.id,
             arrival=self.arrival,
             priority=self.ask.priority,
-            deadline=self.submitted + timeout_s,
+            deadline=self.deadline,
             paused=self.admitted is not None,
         )
 
@@ -129,37 +130,31 @@ PLANNERS: dict[PolicyName, Callable[[Snapshot, scheduler.Policy], StepPlan]] = {
 }
 
 
-@dataclass(slots=True)
 class Machine:
     """One engine. Of `config` it reads lanes, pending requests and timeout, chunk, floor, drafts and kv_capacity."""
 
-    cost: CostModel
-    config: EngineConfig
-    policy: PolicyName = "longlane"
-    now: float = 0.0
-    _steps: list[Step] = field(default_factory=list)
-    _jobs: dict[str, Job] = field(default_factory=dict)
-    _waiting: dict[str, Job] = field(default_factory=dict)
-    _running: dict[str, Job] = field(default_factory=dict)
-    _coming: list[tuple[float, int, Ask]] = field(default_factory=list)
-    _following: dict[str, list[tuple[int, Ask]]] = field(default_factory=dict)
-    _debt_s: float = 0.0
-    _token_s: float | None = None
-    _memory: Memory = field(init=False)
-    _drafting: Drafting = field(init=False)
-    _limits: scheduler.Policy = field(init=False)
-
-    def __post_init__(self) -> None:
-        config = self.config
+    def __init__(self, cost: CostModel, config: EngineConfig, policy: PolicyName = "longlane") -> None:
         assert config.kv_capacity is not None
-        pages, slots = PagePool(config.kv_capacity // PAGE), SlotPool(2 * config.max_concurrency)
-        page_bytes, slot_bytes = PAGE * self.cost.kv_bytes, int(STATE_BYTES / 2)
-        tree = PrefixTree(pages, slots, stateful=True, page_bytes=page_bytes, slot_bytes=slot_bytes)
-        self._memory = Memory(pages, slots, config.kv_capacity, tree=tree, mover=Still())
-        self._drafting = Drafting(config.draft_tokens if config.spec == "mtp" else 0)
+        self._cost = cost
+        self._config = config
+        self._plan = PLANNERS[policy]
         self._limits = scheduler.Policy(
             prefill_chunk=config.prefill_chunk, decode_floor=config.decode_floor, lanes=config.max_concurrency
         )
+        pages, slots = PagePool(config.kv_capacity // PAGE), SlotPool(2 * config.max_concurrency)
+        page_bytes, slot_bytes = PAGE * cost.kv_bytes, int(STATE_BYTES / 2)
+        tree = PrefixTree(pages, slots, stateful=True, page_bytes=page_bytes, slot_bytes=slot_bytes)
+        self._memory = Memory(pages, slots, config.kv_capacity, tree=tree, mover=Still())
+        self._drafting = Drafting(config.draft_tokens if config.spec == "mtp" else 0)
+        self._coming: list[tuple[float, int, Ask]] = []
+        self._following: dict[str, list[tuple[int, Ask]]] = {}
+        self._jobs: dict[str, Job] = {}
+        self._waiting: dict[str, Job] = {}
+        self._running: dict[str, Job] = {}
+        self._steps: list[Step] = []
+        self._debt_s = 0.0
+        self._token_s: float | None = None
+        self._now = 0.0
 
     def run(self, asks: Sequence[Ask]) -> Run:
         """Serve all of `asks`. Raises `RequestError` for one that can never fit."""
@@ -170,62 +165,62 @@ class Machine:
                 self._following.setdefault(ask.after, []).append((order, ask))
         while self._coming or self._waiting or self._running:
             if not (self._waiting or self._running):
-                self.now = max(self.now, self._coming[0][0])
+                self._now = max(self._now, self._coming[0][0])
             self._step()
         return Run(self._jobs, self._steps)
 
     def _step(self) -> None:
-        while self._coming and self._coming[0][0] <= self.now:
+        while self._coming and self._coming[0][0] <= self._now:
             self._submit(heapq.heappop(self._coming)[2])
-        timeout_s = self.config.pending_timeout_ms / 1000
-        for entry in scheduler.expired([job.waiting(timeout_s) for job in self._waiting.values()], self.now):
+        for entry in scheduler.expired([job.waiting() for job in self._waiting.values()], self._now):
             self._end(self._waiting[entry.id], "timed out")
         self._admit()
         running = tuple(job.running() for job in self._running.values())
         state = Snapshot(running=running, debt_s=self._debt_s, token_s=self._token_s)
-        plan = PLANNERS[self.policy](state, self._limits)
+        plan = self._plan(state, self._limits)
         if not (plan.decode or plan.prefill):
             return
-        began = self.now
+        began = self._now
         emitted = self._decode([self._running[id] for id in plan.decode])
-        decode_s, decoded = self.now - began, self.now
+        decode_s, decoded = self._now - began, self._now
         chunk = None
         if plan.prefill and plan.prefill.id in self._running:
             chunk = self._prefill(self._running[plan.prefill.id], plan.prefill.tokens)
             for id in plan.skipped:
                 if id in self._running:
                     self._running[id].skipped += 1
-        prefill_s = self.now - decoded
+        prefill_s = self._now - decoded
         self._debt_s = scheduler.settle(self._debt_s, decode_s, prefill_s, self._limits.decode_floor)
         self._steps.append(Step(began, decode_s, prefill_s, emitted, chunk))
 
     def _submit(self, ask: Ask) -> None:
-        job = Job(
-            ask,
+        config = self._config
+        allowed = self._memory.allowed_new(len(ask.prompt), len(ask.answer))
+        job = self._jobs[ask.id] = Job(
+            replace(ask, answer=ask.answer[:allowed]),
             arrival=len(self._jobs),
-            submitted=max(ask.arrival_s, 0.0),
+            submitted=ask.arrival_s,
+            deadline=ask.arrival_s + config.pending_timeout_ms / 1000,
             draft=self._drafting.open(ask.id, ask.acceptance),
             tokens=list(ask.prompt),
         )
-        self._jobs[ask.id] = job
-        config, waiting = self.config, len(self._waiting)
-        if scheduler.is_overloaded(len(self._running), waiting, config.max_concurrency, config.max_pending_requests):
+        running, waiting = len(self._running), len(self._waiting)
+        if scheduler.is_overloaded(running, waiting, config.max_concurrency, config.max_pending_requests):
             self._end(job, "rejected")
-            return
-        self._memory.allowed_new(len(ask.prompt), len(ask.answer))
-        self._waiting[job.id] = job
+        else:
+            self._waiting[job.id] = job
 
     def _admit(self) -> None:
-        for entry in scheduler.admission_order([job.waiting(0.0) for job in self._waiting.values()]):
+        for entry in scheduler.admission_order([job.waiting() for job in self._waiting.values()]):
             job = self._waiting[entry.id]
-            if len(self._running) >= self.config.max_concurrency:
+            if len(self._running) >= self._config.max_concurrency:
                 return
             job.lease = self._memory.admit(job.id, job.tokens, job.owed, job.ask.boundaries)
             if job.lease is None:
                 return
             self._running[job.id] = self._waiting.pop(job.id)
             if job.admitted is None:
-                job.admitted, job.cached_tokens = self.now, job.lease.cached_tokens
+                job.admitted, job.cached_tokens = self._now, job.lease.cached_tokens
 
     def _decode(self, jobs: Sequence[Job]) -> dict[str, int]:
         """One round. Returns the tokens that each row got."""
@@ -239,8 +234,8 @@ class Machine:
         rows = [job.draft for job in jobs]
         drafted = self._drafting.propose(rows, rooms)
         accepted = [row.verify(tried) for row, tried in zip(rows, drafted, strict=True)]
-        took = self.cost.decode_s([lease.length for lease in leases], max(drafted))
-        self.now += took
+        took = self._cost.decode_s([lease.length for lease in leases], max(drafted))
+        self._now += took
         self._drafting.observe(rows, drafted, accepted, took)
         emitted = {}
         for job, lease, stood in zip(jobs, leases, accepted, strict=True):
@@ -258,10 +253,10 @@ class Machine:
         lease = job.lease
         assert lease is not None
         start = lease.length
-        job.started = self.now if job.started is None else job.started
+        job.started = self._now if job.started is None else job.started
         end = min(start + tokens, *(stop for stop in (*lease.stops, len(job.tokens)) if stop > start))
-        took = self.cost.prefill_s(start, end - start)
-        self.now += took
+        took = self._cost.prefill_s(start, end - start)
+        self._now += took
         self._token_s = took / (end - start)
         job.skipped = 0
         self._memory.commit(lease, job.tokens[start:end])
@@ -273,7 +268,7 @@ class Machine:
         return Chunk(job.id, end - start)
 
     def _generate(self, job: Job, count: int) -> None:
-        job.first_token = self.now if job.first_token is None else job.first_token
+        job.first_token = self._now if job.first_token is None else job.first_token
         given = len(job.tokens) - len(job.ask.prompt)
         job.tokens += job.ask.answer[given : given + count]
 
@@ -299,9 +294,9 @@ class Machine:
         self._release(job)
         self._waiting.pop(job.id, None)
         self._running.pop(job.id, None)
-        job.ended, job.outcome = self.now, outcome
+        job.ended, job.outcome = self._now, outcome
         for order, ask in self._following.pop(job.id, []):
-            arrival_s = self.now + ask.arrival_s
+            arrival_s = self._now + ask.arrival_s
             heapq.heappush(self._coming, (arrival_s, order, replace(ask, arrival_s=arrival_s, after=None)))
 
     def _release(self, job: Job) -> None:

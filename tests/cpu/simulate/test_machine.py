@@ -90,6 +90,13 @@ def test_one_too_many_is_rejected_and_one_too_long_in_the_queue_times_out():
     assert outcomes == ["finished", "timed out", "timed out", "rejected", "rejected"]
 
 
+def test_an_answer_is_cut_to_what_the_pool_holds():
+    (ask,) = asks(1, answer=[7] * 1000)
+    job = Machine(COST, replace(default_config("4080s"), kv_capacity=512)).run([ask]).jobs["a0"]
+    assert len(job.tokens) == 512
+    assert job.outcome == "finished"
+
+
 def test_a_request_after_another_comes_when_that_one_has_ended():
     first = Ask(id="first", prompt=[1] * 100, answer=[2] * 10)
     run = Machine(COST, default_config("4080s")).run([replace(first, id="next", after="first", arrival_s=3.0), first])

@@ -54,7 +54,9 @@ def test_first_come_a_decoding_lane_nearly_stands_still_beside_a_prefill():
     assert 0.02 <= answer("decode-beside-prefill", policy="fcfs").summary["kept"] <= 0.06
 
 
-@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(
+    "card", ["4080s", "h200", *(pytest.param(card, marks=pytest.mark.nightly) for card in ("4090", "3090"))]
+)
 def test_one_lane_more_never_makes_the_total_slower(card):
     rows = answer("lanes", card).rows
     totals = [row["total_tokens_s"] for row in rows]
