@@ -146,6 +146,11 @@ def _promised(
     vision = source.config.get("vision_config")
     if isinstance(vision, dict) and sources.present(source, "vision", "model.visual.", "vision_config", strict):
         shapes |= sources.vision_shapes(vision, source.path)
+        if vision["out_hidden_size"] != config["hidden_size"]:
+            raise CheckpointError(
+                f"{source.path / 'config.json'}: out_hidden_size {vision['out_hidden_size']} of vision_config is not "
+                f"the text model's hidden_size {config['hidden_size']}; use the config.json they were saved with"
+            )
         components["vision"] = vision
     return components, shapes
 

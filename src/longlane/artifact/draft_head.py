@@ -27,9 +27,19 @@ class DraftHead:
 
     def token_ids(self, vocab_size: int, resources: dict[str, bytes]) -> NDArray[np.int32]:
         """Ids to keep, most frequent first, ties by id. Every special token is among them. Raises CheckpointError."""
-        tokenizer = json.loads(resources["tokenizer"])
-        counts = self._counts(vocab_size, resources["tokenizer"])[: _addressable(tokenizer)]
-        return choose(counts, self._rows(len(counts)), _special(tokenizer, resources))
+        try:
+            addressable, special = _tokens(resources)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"tokenizer.json and tokenizer_config.json do not list their tokens in a known way ({error!r}); "
+                "fetch them from where the weights came from, or convert without a draft head"
+            ) from None
+        if addressable > vocab_size:
+            raise CheckpointError(
+                f"tokenizer.json has {addressable} tokens, the model {vocab_size}; fetch both from one place"
+            )
+        counts = self._counts(vocab_size, resources["tokenizer"])[:addressable]
+        return choose(counts, self._rows(addressable), special)
 
     def _rows(self, candidates: int) -> int:
         rows = self.rows or (PUBLISHED_ROWS if candidates > PUBLISHED_ROWS else candidates // 2)
@@ -68,15 +78,15 @@ def choose(counts: Counts, rows: int, forced: set[int]) -> NDArray[np.int32]:
     return kept[np.argsort(-counts[kept], kind="stable")].astype(np.int32)
 
 
-def _addressable(tokenizer: dict[str, Any]) -> int:
-    """One more than the highest id that text can become; rows of the matrix above it are padding."""
-    ids: list[int] = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])]
-    return 1 + max(ids)
-
-
-def _special(tokenizer: dict[str, Any], resources: dict[str, bytes]) -> set[int]:
-    settings = json.loads(resources.get("tokenizer_config", b"{}"))
-    listed = settings.get("added_tokens_decoder")
+def _tokens(resources: dict[str, bytes]) -> tuple[int, set[int]]:
+    """One more than the highest id that text can become (rows of the matrix above it are padding), special ids."""
+    tokenizer: dict[str, Any] = json.loads(resources["tokenizer"])
+    added = {int(token["id"]): bool(token.get("special")) for token in tokenizer["added_tokens"]}
+    addressable = 1 + max([*map(int, tokenizer["model"]["vocab"].values()), *added])
+    listed = json.loads(resources.get("tokenizer_config", b"{}")).get("added_tokens_decoder")
     if isinstance(listed, dict):
-        return {int(id) for id, token in listed.items() if token.get("special")}
-    return {token["id"] for token in tokenizer["added_tokens"] if token.get("special")}
+        added = {int(id): bool(token.get("special")) for id, token in listed.items()}
+    special = {id for id, marked in added.items() if marked}
+    if any(not 0 <= id < addressable for id in special):
+        raise ValueError(f"special ids {sorted(special)} of {addressable} tokens")
+    return addressable, special

@@ -32,9 +32,8 @@ DRAFTER_KEYS = (
     "num_key_value_heads",
     "num_hidden_layers",
     "vocab_size",
-    "dflash_config",
 )
-DFLASH_KEYS = {"conv_kernel_size", "conv_group_size", "selector_rank", "target_layer_ids"}
+DFLASH_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank")
 log = logging.getLogger(__name__)
 
 
@@ -69,7 +68,7 @@ def mtp_shapes(config: dict[str, Any], stacked_experts: bool) -> Shapes:
 def vision_shapes(config: dict[str, Any], path: Path) -> Shapes:
     """`config` is the `vision_config` of the checkpoint in `path`."""
     for key in VISION_KEYS:
-        if not isinstance(size := config.get(key), int) or size < 1:
+        if not _is_count(size := config.get(key)):
             raise CheckpointError(
                 f"{path / 'config.json'}: {key} of vision_config is {size!r}, not a positive number; "
                 "use the config.json this checkpoint was saved with"
@@ -100,8 +99,13 @@ def vision_shapes(config: dict[str, Any], path: Path) -> Shapes:
 
 def dflash2_shapes(config: dict[str, Any], target: dict[str, Any], path: Path) -> Shapes:
     """`config` is the drafter's own `config.json` in `path`, `target` the text configuration it drafts for."""
-    missing = [key for key in DRAFTER_KEYS if key not in config]
-    if missing or config["dflash_config"].keys() < DFLASH_KEYS:
+    draft = config.get("dflash_config")
+    counts = [config.get(key) for key in DRAFTER_KEYS]
+    if isinstance(draft, dict) and isinstance(draft.get("target_layer_ids"), list):
+        counts += [len(draft["target_layer_ids"]), *(draft.get(key) for key in DFLASH_KEYS)]
+    else:
+        counts.append(None)
+    if not all(map(_is_count, counts)):
         raise CheckpointError(f"{path / 'config.json'} is not that of a DFlash2 drafter; pass its directory, unchanged")
     for key in ("hidden_size", "vocab_size"):
         if config[key] != target[key]:
@@ -138,6 +142,10 @@ def dflash2_shapes(config: dict[str, Any], target: dict[str, Any], path: Path) -
     for layer in range(config["num_hidden_layers"]):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in per_layer.items()}
     return shapes
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def check(checkpoint: Checkpoint, expected: Shapes, tied: bool = False) -> None:

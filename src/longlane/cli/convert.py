@@ -2,10 +2,13 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
+
+DIRECTORY: dict[str, Any] = {"exists": True, "file_okay": False}
+FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
 
 
 class Weights(StrEnum):
@@ -27,10 +30,10 @@ def convert(
     ),
     container: Annotated[Container, Option(help="v2 only for the released models that it can name.")] = Container.V3,
     name: Annotated[str | None, Option(help="Public name of the model; for v2 the identity.")] = None,
-    dflash2_model: Annotated[Path | None, Option(exists=True, help="Directory of a DFlash2 drafter to add.")] = None,
+    dflash2_model: Annotated[Path | None, Option(**DIRECTORY, help="Directory of a DFlash2 drafter to add.")] = None,
     draft_head_rows: Annotated[int | None, Option(min=1, help="Tokens of the reduced output head.")] = None,
-    draft_counts: Annotated[Path | None, Option(exists=True, help="Occurrences of each token: int64 values.")] = None,
-    draft_text: Annotated[Path | None, Option(exists=True, help="A UTF-8 text whose tokens are counted.")] = None,
+    draft_counts: Annotated[Path | None, Option(**FILE, help="Occurrences of each token: int64 values.")] = None,
+    draft_text: Annotated[Path | None, Option(**FILE, help="A UTF-8 text whose tokens are counted.")] = None,
     max_file_bytes: Annotated[int, Option(min=1 << 20, help="Split v3 into files of at most so many bytes.")] = (
         32_000_000_000
     ),

@@ -91,6 +91,24 @@ def drafter_of_another_model(path: Path) -> None:
     write_checkpoint(path.parent / "drafter", config, random_tensors(shapes))
 
 
+def drafter_of_another_kind(path: Path) -> None:
+    (path.parent / "drafter").mkdir()
+    config = {**DFLASH2, "dflash_config": {"block_size": 8, "conv_kernel_size": 2, "target_layer_ids": [1, 3]}}
+    (path.parent / "drafter" / "config.json").write_text(json.dumps(config))
+    save_file({"fc.weight": torch.ones(1)}, path.parent / "drafter" / "model.safetensors")
+
+
+def edit_tokenizer(**changes: Any) -> Breakage:
+    """Edit the tokenizer, and ask for a draft head."""
+
+    def edit(path: Path) -> None:
+        tokenizer = json.loads((path / "tokenizer.json").read_text()) | changes
+        (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        (path.parent / "counts").write_bytes(bytes(8 * DENSE["vocab_size"]))
+
+    return edit
+
+
 def target_exists(path: Path) -> None:
     (path.parent / "out.ninfer").touch()
 
@@ -175,6 +193,21 @@ CASES: dict[str, tuple[Breakage, str, str]] = {
     "output exists": (target_exists, "out.ninfer", "exists already"),
     "v2 without an identity": (lambda p: None, "hf", "container v2 has no identity for other"),
     "drafter of another model": (drafter_of_another_model, "drafter/config.json", "hidden_size 32 does not fit"),
+    "drafter of another kind": (drafter_of_another_kind, "drafter/config.json", "is not that of a DFlash2 drafter"),
+    "vision for another model": (
+        both(
+            edit_config(vision_config={**VISION, "out_hidden_size": 32}),
+            edit_tensors(lambda t: t.update({"model.visual.pos_embed.weight": torch.ones(16, 48)})),
+        ),
+        "config.json",
+        "out_hidden_size 32 of vision_config is not the text model's hidden_size 64",
+    ),
+    "tokenizer of another kind": (edit_tokenizer(model={"vocab": []}), "tokenizer.json", "do not list their tokens"),
+    "tokenizer of another model": (
+        edit_tokenizer(added_tokens=[{"id": 999, "content": "<x>", "special": True}]),
+        "tokenizer.json",
+        "has 1000 tokens, the model 320",
+    ),
     "counts of another vocabulary": (counts_of_another_vocabulary, "counts", "800 bytes, not 2560"),
 }
 OPTIONS = {
