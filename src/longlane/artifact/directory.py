@@ -147,7 +147,8 @@ def _from_v2(path: Path, identity: tuple[str, str], raw: list[Tensor | Resource]
     for name in ("mtp", "vision", "dflash", "dflash2"):
         if any(key.startswith(f"{name}/") for key in objects):
             components[name] = Component(config={}, target="text")
-    tensors = [name for name, entry in objects.items() if entry.kind == "tensor"]
+    # Divisors of 4-bit activations are stored like weights; version 3 has them under `uses`.
+    tensors = [n for n, entry in objects.items() if entry.kind == "tensor" and not n.endswith("/input_scale_divisor")]
     return Directory(
         identity=identity,
         objects=objects,

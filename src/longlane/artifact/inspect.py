@@ -8,13 +8,17 @@ from typing import Any
 import msgspec
 
 from longlane.artifact.container import Artifact
+from longlane.artifact.geometry import DFLASH2, VISION
 from longlane.artifact.inventory import SECTIONS, Section, inventory
 from longlane.artifact.layouts import FP8_ROW, LAYOUT, NVFP4
 from longlane.artifact.schema import RESOURCES, Entry
 from longlane.artifact.text_config import ARCHITECTURES, LAYER_TYPES
+from longlane.errors import CheckpointError
 
 LLAMA = "LlamaForCausalLM"
 SHOWN = 3
+# Components with a configuration of their own, and one that has every member it needs.
+OTHERS = {"vision": VISION, "dflash2": DFLASH2}
 SAFETENSORS_BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "BF16": 16, "F16": 16, "I8": 8, "U8": 8, "BOOL": 8}
 SAFETENSORS_BITS |= {"F8_E4M3": 8, "F8_E5M2": 8}
 
@@ -83,9 +87,10 @@ def summarize(artifact: Artifact, *, objects: bool = False, sha256: bool = False
 def summarize_directory(path: Path) -> Summary:
     """Count what a Hugging Face directory holds, from its configuration and the headers of its shards.
 
-    Raises:
+    Its `problems` are what loading it would say. Raises:
         CheckpointError: it has no configuration, or a shard is missing or damaged.
     """
+    from longlane.artifact.checkpoint import open_directory
     from longlane.artifact.huggingface import Checkpoint
 
     checkpoint = Checkpoint(path)
@@ -94,6 +99,11 @@ def summarize_directory(path: Path) -> Summary:
         counts[info.dtype] += 1
         sizes[info.dtype] += prod(info.shape) * SAFETENSORS_BITS.get(info.dtype, 0) // 8
     files = {info.file for info in checkpoint.tensors.values()}
+    found = []
+    try:
+        open_directory(path, strict=False)
+    except CheckpointError as error:
+        found.append(error.message)
     return Summary(
         path=str(path),
         kind="Hugging Face directory",
@@ -104,7 +114,7 @@ def summarize_directory(path: Path) -> Summary:
         tensor_bytes=sum(sizes.values()),
         formats=[Format(name, counts[name], size) for name, size in sizes.most_common()],
         resources={file: (path / file).stat().st_size for file in RESOURCES.values() if (path / file).is_file()},
-        problems=_unknown_architecture(checkpoint.config),
+        problems=found,
     )
 
 
@@ -163,18 +173,36 @@ def _incomplete(artifact: Artifact, config: dict[str, Any]) -> list[str]:
     """Compare with the inventory of every section the artifact has a part of."""
     if bad := _bad_sizes(config):
         return [f"the configuration of component 'text' has no usable {', '.join(bad)}"]
-    found = []
+    own = {name: component.config for name, component in artifact.components.items() if name in OTHERS}
+    unusable = [name for name, one in own.items() if one and not _is_like(one, OTHERS[name])]
+    found = [f"the configuration of component {name!r} is not usable" for name in unusable]
+    known = {"text/output_head"}
     for section in SECTIONS:
-        if section == "text" or _has(artifact, section):
-            found += _differences(artifact, config, section)
+        if section not in unusable and (section == "text" or _has(artifact, section)):
+            items = inventory(config, (section,), vision=own.get("vision"), dflash2=own.get("dflash2"))
+            shapes = {item.name: item.shape for item in items}
+            found += _differences(artifact, shapes, section)
+            known |= shapes.keys()
+    others = tuple(f"{name}/" for name in (*OTHERS, "dflash"))
+    if extra := [name for name in artifact.parameters if name not in known and not name.startswith(others)]:
+        found.append(f"{_count(len(extra), 'tensor')} that no layer uses: {_first(extra)}")
     return found
+
+
+def _is_like(config: Any, known: Any) -> bool:
+    """Whether a configuration has every member of a known one, and sensible counts for its counts."""
+    if isinstance(known, dict):
+        return isinstance(config, dict) and all(_is_like(config.get(name), value) for name, value in known.items())
+    if isinstance(known, list):
+        return isinstance(config, list) and bool(config)
+    return type(config) is int and 0 < config < 1 << 16
 
 
 def _bad_sizes(config: dict[str, Any]) -> list[str]:
     """Members that an inventory is computed from and that are no sensible counts."""
     needed = ["vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
     needed += (
-        ["moe_intermediate_size", "shared_expert_intermediate_size"]
+        ["num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"]
         if "num_experts" in config
         else ["intermediate_size"]
     )
@@ -192,8 +220,7 @@ def _has(artifact: Artifact, section: Section) -> bool:
     return any(name.startswith(prefix) for name in artifact.parameters)
 
 
-def _differences(artifact: Artifact, config: dict[str, Any], section: Section) -> list[str]:
-    items = {item.name: item.shape for item in inventory(config, (section,))}
+def _differences(artifact: Artifact, items: dict[str, tuple[int, ...]], section: Section) -> list[str]:
     missing = [name for name in items if name not in artifact.parameters]
     if missing:
         whole = "" if section == "text" else f"; '{section}' is all or nothing"

@@ -16,6 +16,7 @@ from longlane.artifact.inventory import SECTIONS, inventory
 from longlane.cli.inspect import inspect
 from longlane.errors import CheckpointError
 from support import artifact_files as files
+from support.random_checkpoint import DENSE, VISION, write_checkpoint
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -95,6 +96,40 @@ def test_a_part_of_a_companion_is_not_enough(tmp_path: Path, section: Any) -> No
     assert "all or nothing" in problem
 
 
+def test_a_tower_of_another_size_is_held_to_its_own_configuration(tmp_path: Path) -> None:
+    small = {**VISION, "num_heads": 3}
+    stored = [
+        Entry.tensor(item.name, item.format, item.shape)
+        for item in inventory(CONFIG, ("text", "vision"), weights="bf16", vision=small)
+    ]
+    text = Component(config=CONFIG, resources={"tokenizer.json": "frontend/tokenizer.json"})
+
+    def found(config: dict[str, Any], entries: list[Entry] = stored) -> list[str]:
+        components = {"text": text, "vision": Component(config=config, target="text")}
+        (tmp_path / "m").unlink(missing_ok=True)
+        return problems(write(tmp_path / "m", entries, components=components))
+
+    assert found(small) == []
+    assert "'vision' is all or nothing" in found(small, stored[:-1])[0]
+    assert found({**small, "depth": "2"}) == ["the configuration of component 'vision' is not usable"]
+
+
+def test_tensors_that_nothing_uses_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", [*entries("text"), Entry.tensor("text/layers/2/input_norm", "bf16", (64,))])
+    assert problems(path) == ["1 tensor that no layer uses: text/layers/2/input_norm"]
+
+
+def test_version_2_holds_divisors_of_activations_beside_weights(tmp_path: Path) -> None:
+    name = "text/layers/0/mlp/down_projection/input_scale_divisor"
+    path = tmp_path / "m"
+    entry = Entry.tensor(name, "fp32", ())
+    with ArtifactWriter(path, entries=[entry], version=2, identity=("qwen3.8-27b", "nvfp4")) as writer:
+        writer.write(name, bytes(4))
+    with Artifact.open(path) as artifact:
+        assert list(artifact.objects) == [name]
+        assert artifact.parameters == {}
+
+
 def test_a_shape_that_the_configuration_does_not_give(tmp_path: Path) -> None:
     stored = entries("text", without=("text/final_norm",))
     path = write(tmp_path / "m", [*stored, Entry.tensor("text/final_norm", "bf16", (63,))])
@@ -106,6 +141,13 @@ def test_a_shape_that_the_configuration_does_not_give(tmp_path: Path) -> None:
 def test_configurations_that_make_no_sense(tmp_path: Path, name: str, value: Any) -> None:
     (problem,) = problems(write(tmp_path / "m", entries("text"), CONFIG | {name: value}))
     assert name in problem
+
+
+@pytest.mark.parametrize("value", [None, "8", True, 1 << 70])
+def test_experts_that_make_no_sense(tmp_path: Path, value: Any) -> None:
+    config = CONFIG | {"num_experts": value, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    (problem,) = problems(write(tmp_path / "m", entries("text"), config))
+    assert "num_experts" in problem
 
 
 def test_unknown_architectures_and_models(tmp_path: Path) -> None:
@@ -169,5 +211,24 @@ def test_directories_are_counted_too(tmp_path: Path) -> None:
     assert [(row.name, row.tensors) for row in summary.formats] == [("BF16", 123)]
     assert summary.problems == []
     assert "Hugging Face directory" in run(TINY)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not supported"),
+        ({"hidden_size": 32}, "config.json implies"),
+        ({"quantization_config": {"quant_method": "awq"}}, "already quantised (awq)"),
+    ],
+)
+def test_a_directory_that_cannot_be_loaded_says_why(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    write_checkpoint(tmp_path, DENSE)
+    assert summarize_directory(tmp_path).problems == []
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | change))
+    assert problem in run(tmp_path)
+    assert "This build can run it." not in run(tmp_path)
+
+
+def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         summarize_directory(tmp_path)
