@@ -52,6 +52,8 @@ def main() -> None:
     measured = spread(measure, [(args, *unit) for unit in units], args.jobs)
     names = [codec if encoder is None else f"{codec}, {encoder}" for codec, encoder in units]
     results = dict(zip(names, measured, strict=True))
+    save("kv_codecs", args, {"codecs": results})
+    print_codecs(args, results)
     # The longest first, so that no process is left with one at the end.
     cells = [
         (args, codec, length, depth)
@@ -63,7 +65,8 @@ def main() -> None:
     for (_, codec, _, _), found in zip(cells, spread(find_needles, cells, args.jobs), strict=True):
         needles[codec] += found
     save("kv_codecs", args, {"codecs": results, "needles": needles})
-    print_tables(args, results, needles)
+    if args.lengths:
+        print_needles(args, needles)
 
 
 def parse() -> argparse.Namespace:
@@ -192,7 +195,7 @@ def needle(
     return ids, code
 
 
-def print_tables(args: argparse.Namespace, results: dict[str, Any], needles: dict[str, list[dict[str, Any]]]) -> None:
+def print_codecs(args: argparse.Namespace, results: dict[str, Any]) -> None:
     print(f"\n{args.windows} windows of {args.window} tokens a kind, {args.needles} needles a cell, {args.device}\n")
     big = cache_spec(GEOMETRIES["qwen3.8-27b"], mtp=True)
     tiny = cache_spec(open_resources(resolve(args.model)).config, mtp=True)
@@ -209,9 +212,11 @@ def print_tables(args: argparse.Namespace, results: dict[str, Any], needles: dic
     print(table(["codec", "B/token 27B", "with MTP", "tiny, with MTP", "published elsewhere"], rows), end="\n\n")
     base = results.get("bf16", next(iter(results.values())))["bits_per_byte"]
     names = ["cosine K", "V", "K of tiny", "V of tiny", "KL, millinats", *(f"bits/byte {kind}" for kind in base)]
-    print(table(["codec", *names], [quality(name, found, base) for name, found in results.items()]), end="\n\n")
-    if args.lengths:
-        print_needles(args, needles)
+    print(
+        table(["codec", *names], [quality(name, found, base) for name, found in results.items()]),
+        end="\n\n",
+        flush=True,
+    )
 
 
 def token_bytes(spec: CacheSpec, codec: str, *, mtp: bool) -> int:
