@@ -41,7 +41,7 @@ HELP = {
     "prefill_chunk": _option("Most prompt tokens of one step.", min=1),
     "decode_floor": _option("Share of time that decoding keeps beside prefills.", min=0, max=1),
     "spec": _option("Speculative decoding."),
-    "draft_tokens": _option("Drafted tokens a round.", min=1),
+    "draft_tokens": _option("Most drafted tokens a round: up to 5 of mtp, 15 of lookup. Default auto.", min=1, max=15),
     "lm_head_draft": _option("Draft with the reduced output head.", "--lm-head-draft"),
     "memory_bytes": _option("Plan for a device of so many bytes instead of asking it.", min=1),
     "threads": _option("CPU threads of the engine.", min=1),

@@ -12,12 +12,12 @@ from longlane.artifact.inventory import GEOMETRIES, Section, tensor_bytes
 from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
 from longlane.cli.tables import print_plan
+from longlane.config import SpecMode
 from longlane.errors import ConfigError
-from longlane.memory.plan import GIB, MIB, PlanRequest, activation_width, make_plan
+from longlane.memory.plan import GIB, MIB, PlanRequest, activation_width, choose_context, make_plan, max_drafts
 from longlane.models.registry import cache_spec
 
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": MIB, "GIB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-DEFAULT_CONTEXT = 8192
 
 
 def plan(
@@ -37,8 +37,8 @@ def plan(
         int | None, typer.Option(help="State images beside the lanes'; default as lanes.")
     ] = (None),
     prefill_chunk: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 1024,
-    spec: Annotated[str, typer.Option(help="Speculation: off or mtp.")] = "off",
-    draft_tokens: Annotated[int, typer.Option(help="Drafts a round, 1 to 5.")] = 3,
+    spec: Annotated[SpecMode, typer.Option(help="Speculative decoding.")] = "off",
+    draft_tokens: Annotated[int | None, typer.Option(help="Most drafts a round; default what --spec can.")] = None,
     lm_head_draft: Annotated[bool, typer.Option("--lm-head-draft", help="Load the reduced proposal head.")] = False,
     vision: Annotated[bool, typer.Option("--vision", help="Load the vision tower.")] = False,
     vision_max_tokens: Annotated[int | None, typer.Option(help="Image tokens a request, implies --vision.")] = None,
@@ -46,29 +46,25 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Print what a model takes on a card, pool by pool, and what each lane is guaranteed."""
-    if spec not in ("off", "mtp"):
-        raise ConfigError(f"--spec {spec}: drafting that needs memory is off or mtp")
-    drafts = draft_tokens if spec == "mtp" else 0
     sections: list[Section] = ["text"]
-    sections += ["mtp"] if drafts else []
+    sections += ["mtp"] if "mtp" in spec else []
     sections += ["draft_head"] if lm_head_draft else []
     vision_tokens = vision_max_tokens or (8192 if vision else 0)
     sections += ["vision"] if vision_tokens else []
     config, path = _config(model, geometry)
-    native = int(config["max_position_embeddings"])
     request = PlanRequest(
         device_bytes=parse_size(vram),
-        spec=cache_spec(config, mtp=bool(drafts)),
+        spec=cache_spec(config, mtp="mtp" in spec),
         weights=_weights(config, path, sections, weights),
         vocab_size=int(config["vocab_size"]),
         width=activation_width(config),
         kv_dtype=kv_dtype,
         lanes=max_concurrency,
-        max_context=min(native, DEFAULT_CONTEXT) if max_context is None else max_context,
+        max_context=choose_context(max_context, int(config["max_position_embeddings"])),
         kv_capacity=None if kv_capacity == "auto" else _capacity(kv_capacity),
         state_slots=max_concurrency if device_state_slots is None else device_state_slots,
         prefill_chunk=prefill_chunk,
-        draft_tokens=drafts,
+        draft_tokens=max_drafts(spec, draft_tokens),
         vision_tokens=vision_tokens,
         graphs=not no_cuda_graph,
     )

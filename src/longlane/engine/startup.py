@@ -9,20 +9,28 @@ from longlane.artifact.locate import resolve
 from longlane.config import EngineConfig
 from longlane.engine.loop import Engine
 from longlane.engine.runner import Runner
-from longlane.errors import ConfigError, EngineError, PlanError
+from longlane.errors import ConfigError, EngineError
 from longlane.layers.batch import Caches, new_caches
 from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
-from longlane.memory.plan import DRIVER_BYTES, PlanRequest, activation_width, make_plan, page_bytes, state_bytes
+from longlane.memory.plan import (
+    DRIVER_BYTES,
+    PlanRequest,
+    activation_width,
+    choose_context,
+    make_plan,
+    max_drafts,
+    page_bytes,
+    state_bytes,
+)
 from longlane.memory.prefix import PrefixTree
 from longlane.memory.states import SlotPool
 from longlane.models.registry import LoadedModel, load_model
-from longlane.spec.speculator import Speculator, max_drafts
+from longlane.spec.speculator import Speculator
 from longlane.types import CacheSpec, Failed, Loading, MemoryPlan, Ready, Request, SamplingParams
 
 Progress = Callable[[Loading], None]
 
-DEFAULT_CONTEXT = 8192
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -103,12 +111,6 @@ def new_memory(config: EngineConfig, spec: CacheSpec, plan: MemoryPlan, caches: 
 def plan_memory(config: EngineConfig, loaded: LoadedModel, kv_dtype: str, device: torch.device) -> MemoryPlan:
     """The plan for what is loaded, on what this machine has. Raises `PlanError`."""
     on_card = device.type == "cuda"
-    drafts = 0 if config.spec == "off" else max_drafts(config.draft_tokens, lookup="lookup" in config.spec)
-    native = loaded.info.max_context
-    if (config.max_context or 0) > native:
-        raise PlanError(
-            f"--max-context {config.max_context}: the model was trained for {native} tokens; use at most that"
-        )
     return make_plan(
         PlanRequest(
             device_bytes=config.memory_bytes or device_bytes(device) + (0 if on_card else loaded.info.weights_bytes),
@@ -118,11 +120,11 @@ def plan_memory(config: EngineConfig, loaded: LoadedModel, kv_dtype: str, device
             width=activation_width(loaded.config),
             kv_dtype=kv_dtype,
             lanes=config.max_concurrency,
-            max_context=min(native, DEFAULT_CONTEXT) if config.max_context is None else config.max_context,
+            max_context=choose_context(config.max_context, loaded.info.max_context),
             kv_capacity=config.kv_capacity,
             state_slots=spare_slots(config),
             prefill_chunk=config.prefill_chunk,
-            draft_tokens=drafts,
+            draft_tokens=max_drafts(config.spec, config.draft_tokens),
             graphs=on_card and config.cuda_graph,
             driver_bytes=DRIVER_BYTES if on_card else 0,
         )

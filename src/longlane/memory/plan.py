@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from longlane.config import SpecMode
 from longlane.errors import PlanError
 from longlane.kernels.kv_codec.layout import CODECS, vector_bytes
 from longlane.types import CacheSpec, MemoryPlan, Pool
@@ -25,6 +26,11 @@ RESERVE_BYTES = 1 * GIB
 GRAPH_BYTES = 8 * MIB
 # Encoder activations for 1,024 merged image tokens.
 VISION_BYTES_PER_KTOKEN = 62 * MIB
+
+DEFAULT_CONTEXT = 8192
+# The decode kernels serve 16 columns, so no verify step is wider.
+MAX_MTP_DRAFTS = 5
+MAX_LOOKUP_DRAFTS = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +58,23 @@ class PlanRequest:
     graphs: bool = True
     driver_bytes: int = DRIVER_BYTES
     reserve_bytes: int = RESERVE_BYTES
+
+
+def choose_context(asked: int | None, native: int) -> int:
+    """Tokens of a context by `--max-context`. Raises `PlanError` for more than the `native` ones of the model."""
+    if (asked or 0) > native:
+        raise PlanError(f"--max-context {asked}: the model was trained for {native} tokens; use at most that")
+    return min(native, DEFAULT_CONTEXT) if asked is None else asked
+
+
+def max_drafts(spec: SpecMode, draft_tokens: int | None) -> int:
+    """The most drafts a row is given in a round, under `--draft-tokens` (None is auto). Raises `PlanError`."""
+    if spec == "off":
+        return 0
+    most = MAX_LOOKUP_DRAFTS if "lookup" in spec else MAX_MTP_DRAFTS
+    if draft_tokens is not None and not 1 <= draft_tokens <= most:
+        raise PlanError(f"--draft-tokens {draft_tokens}: --spec {spec} takes 1 to {most}")
+    return most if draft_tokens is None else draft_tokens
 
 
 def activation_width(config: Mapping[str, Any]) -> int:
@@ -168,10 +191,22 @@ def _refusal(req: PlanRequest, pools: list[Pool], fits: int, least: int) -> str:
             "which leaves no page; use fewer lanes, smaller weights or a larger card"
         )
     need = f"{least * PAGE:,} tokens at {page // PAGE:,} B each are {(least + 1) * page / GIB:.2f} GiB"
-    cures = [f"--max-context {fits * PAGE}"] if req.kv_capacity is None else [f"--kv-capacity {fits * PAGE}"]
+    cures = [_shrunk(req, fits)]
     for codec in sorted(CODECS, key=lambda c: -page_bytes(req.spec, c)):
         size = page_bytes(req.spec, codec)
         if size < page and left // size - 1 >= least:
             cures.append(f"--kv-dtype {codec}")
             break
     return f"KV pool: {need}, and {left / GIB:.2f} GiB are left for it; nearest that fits: {' or '.join(cures)}"
+
+
+def _shrunk(req: PlanRequest, fits: int) -> str:
+    """The flags of a request like this one that `fits` pages are enough for."""
+    flags = []
+    if fits * PAGE < req.max_context:
+        flags.append(f"--max-context {fits * PAGE}")
+    if req.kv_capacity is not None:
+        flags.append(f"--kv-capacity {fits * PAGE}")
+    elif fits < req.lanes:
+        flags.append(f"--max-concurrency {fits}")
+    return " ".join(flags)

@@ -13,10 +13,6 @@ Source = Literal["forced", "mtp", "lookup-short", "lookup", "lookup-long"]
 # Estimates before any evidence.
 PRIOR: dict[Source, float] = {"mtp": 0.7, "lookup-short": 0.3, "lookup": 0.7, "lookup-long": 0.9}
 
-# The decode kernels serve 16 columns, so no verify step is wider.
-MAX_MTP_DRAFTS = 5
-MAX_LOOKUP_DRAFTS = 15
-
 
 @dataclass(slots=True, eq=False)
 class DraftLane:

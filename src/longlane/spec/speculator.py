@@ -9,8 +9,9 @@ from torch import Tensor
 from longlane.config import EngineConfig
 from longlane.errors import ConfigError
 from longlane.layers.batch import Batch, Caches
+from longlane.memory.plan import MAX_MTP_DRAFTS, max_drafts
 from longlane.sampling import RowState
-from longlane.spec.drafter import MAX_LOOKUP_DRAFTS, MAX_MTP_DRAFTS, PRIOR, DraftLane, Source
+from longlane.spec.drafter import PRIOR, DraftLane, Source
 from longlane.spec.lookup import LookupIndex, Match
 from longlane.spec.mtp import DraftHead, MTPDrafter
 from longlane.spec.policy import Acceptance, Backoff, RoundCosts, choose_depth
@@ -37,6 +38,7 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._depth = config.draft_tokens
+        self._most = max_drafts(config.spec, config.draft_tokens)
         self._lookup = "lookup" in config.spec
         self._mtp: MTPDrafter | None = None
         if "mtp" in config.spec:
@@ -49,7 +51,7 @@ class Speculator:
     @property
     def max_drafts(self) -> int:
         """The most drafts a row is ever given: room for a verify step is one more."""
-        return max_drafts(self._depth, lookup=self._lookup)
+        return self._most
 
     def open(self, row: RowState) -> DraftLane:
         """The lane of a request, before its first chunk. What it learns starts from what all requests taught."""
@@ -83,7 +85,7 @@ class Speculator:
         decided and has a place in the cache; the block table has `rooms[r]` more.
         """
         began = self._clock()
-        offers = [self._offer(lane, min(room, self.max_drafts)) for lane, room in zip(lanes, rooms, strict=True)]
+        offers = [self._offer(lane, min(room, self._most)) for lane, room in zip(lanes, rooms, strict=True)]
         survivals = [
             [1.0] * len(lane.drafts) if lane.source == "forced" else lane.acceptance[lane.source].survival(count)
             for lane, count in zip(lanes, offers, strict=True)
@@ -136,11 +138,6 @@ class Speculator:
         if lane.backoff[source].observe(accepted):
             rounds, name = lane.backoff[source].patience, lane.row.request.id
             log.warning("request %s: %s rests, none of its drafts was accepted in %d rounds", name, source, rounds)
-
-
-def max_drafts(draft_tokens: int | None, *, lookup: bool) -> int:
-    """The most drafts a row is given under `--draft-tokens` (None is auto)."""
-    return draft_tokens if draft_tokens is not None else MAX_LOOKUP_DRAFTS if lookup else MAX_MTP_DRAFTS
 
 
 def _require(head: DraftHead | None, config: EngineConfig) -> DraftHead:

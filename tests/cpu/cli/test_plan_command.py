@@ -50,13 +50,24 @@ def test_a_model_can_be_planned_for(app: typer.Typer) -> None:
     assert made["kv_tokens"] == 2 * 8192
 
 
+def test_lookups_are_planned_for_without_a_draft_head(app: typer.Typer) -> None:
+    def pools(spec: str) -> dict[str, int]:
+        made = run(app, f"--geometry qwen3.8-27b --spec {spec} --vram 48GiB --json")
+        return {pool["name"]: pool["bytes"] for pool in made["pools"]}  # type: ignore[attr-defined]
+
+    lookup, mtp = pools("lookup"), pools("mtp")
+    assert "weights: mtp" not in lookup
+    assert lookup["verify records"] * 6 == mtp["verify records"] * 16
+
+
 @pytest.mark.parametrize(
     ("command", "match"),
     [
         ("--geometry qwen9", "--geometry qwen9 is not known; one of qwen3.8-27b"),
         ("", "give a model or --geometry"),
         ("--geometry qwen3.8-27b --kv-capacity lots", "--kv-capacity 'lots' must be a number"),
-        ("--geometry qwen3.8-27b --spec eagle", "--spec eagle"),
+        ("--geometry qwen3.8-27b --spec mtp --draft-tokens 9", "--draft-tokens 9: --spec mtp takes 1 to 5"),
+        ("--geometry qwen3.8-27b --max-context 999999", "--max-context 999999: the model was trained for 262144"),
         ("--geometry qwen3.8-27b --weights q2", "--weights q2 is not known"),
         ("--geometry qwen3.8-27b --vram 10GiB", "which leaves no page"),
     ],

@@ -1,6 +1,9 @@
 """The memory plan against pools that users measured, and against its own bounds."""
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -94,19 +97,32 @@ def test_pools_users_measured_are_met_within_5_percent(
     lanes=st.integers(1, 16),
     context=st.integers(1, 300_000),
     slots=st.integers(0, 32),
+    capacity=st.none() | st.floats(0, 1),
 )
 def test_a_plan_fits_the_device_and_serves_one_whole_lane(
-    mib: int, codec: str, lanes: int, context: int, slots: int
+    mib: int, codec: str, lanes: int, context: int, slots: int, capacity: float | None
 ) -> None:
-    req = request(device_bytes=mib * MIB, kv_dtype=codec, lanes=lanes, max_context=context, state_slots=slots)
+    tokens = None if capacity is None else context + int(capacity * (lanes - 1) * context)
+    changes = {"kv_dtype": codec, "lanes": lanes, "max_context": context, "state_slots": slots, "kv_capacity": tokens}
+    req = request(device_bytes=mib * MIB, **changes)
     try:
         plan = make_plan(req)
     except PlanError as error:
         assert "\n" not in error.message
+        for cure in filter(None, error.message.partition("nearest that fits: ")[2].split(" or ")):
+            make_plan(replace(req, **dict(parse(cure))))
         return
     assert sum(pool.bytes for pool in plan.pools) <= req.device_bytes
     assert context <= plan.kv_tokens <= lanes * (context + 63)
     assert all(pool.bytes > 0 for pool in plan.pools)
+
+
+def parse(cure: str) -> Iterator[tuple[str, Any]]:
+    """Fields of a `PlanRequest` and their values, of flags in words."""
+    words = iter(cure.split())
+    for flag, value in zip(words, words, strict=True):
+        name = flag.removeprefix("--").replace("-", "_").replace("max_concurrency", "lanes")
+        yield name, int(value) if value.isdecimal() else value
 
 
 def test_a_refusal_names_the_bound_and_its_cure_fits() -> None:
