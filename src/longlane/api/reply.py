@@ -56,6 +56,8 @@ async def respond(
         server.require_serving()
         async with body_of(http, server.config.max_request_mib << 20, server.large_body) as body:
             prepared = await until_disconnect(http.receive, asyncio.to_thread(prepare, server, body))
+        # A slow body may outlast the moment from which nothing new is taken.
+        server.require_serving()
         record.start(prepared.job, prepared.details)
     request = prepared.request
     reply = Reply(server, record, prepared.job, prepared.form, f"{id_prefix}-{uuid.uuid4().hex[:16]}")

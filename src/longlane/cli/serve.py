@@ -35,6 +35,8 @@ def serve(
     engine_config: EngineConfig = pick(EngineConfig, {"model": model, **values})
     config: ServerConfig = pick(ServerConfig, values)
     set_log_level(config.log_level)
+    if config.api_key == "":
+        raise ConfigError("--api-key is empty, which would let everybody in; leave it out to serve without a key")
     console = Console(highlight=False)
     with listen(config.host, config.port) as sock:
         state = open_session(engine_config, config, console)

@@ -1,13 +1,18 @@
 """What happens below the API: keys, limits, garbage, clients that leave."""
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Literal
 
 import httpx2
 import msgspec
 import pytest
+from starlette.requests import Request
 
+from longlane.api.http import Guard, body_of
 from support.http_server import Served, serving
 from support.scripted_engine import ScriptedEngine, says
 
@@ -74,6 +79,13 @@ def test_a_wrong_key_opens_nothing(locked: httpx2.Client, path: str, headers: di
     assert reply.headers["x-request-id"]
 
 
+def test_a_key_may_have_any_characters() -> None:
+    guard = Guard(lambda *_: None, api_key="schl\u00fcssel")  # type: ignore[arg-type, return-value]
+    scope = {"type": "http", "path": "/v1/models", "headers": [(b"x-api-key", "schl\u00fcssel".encode())]}
+    assert guard._authorized(scope)
+    assert not guard._authorized({**scope, "headers": [(b"x-api-key", b"schlussel")]})
+
+
 def test_health_needs_no_key(locked: httpx2.Client) -> None:
     assert locked.get("/health").status_code == locked.get("/ready").status_code == 200
 
@@ -121,6 +133,28 @@ def test_large_bodies_are_taken_one_after_the_other(api: Api, monkeypatch: pytes
         thread.join(20)
     assert statuses == [200] * 4
     assert not api.served.state.large_body.locked()
+
+
+def test_waiting_for_another_large_body_is_not_counted_as_slowness(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("longlane.api.http.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("longlane.api.http.LARGE_BODY", 3)
+    parts = iter([b"many", b"more"])
+
+    class Busy(asyncio.Lock):
+        async def acquire(self) -> Literal[True]:
+            now[0] += 1000
+            return await super().acquire()
+
+    async def receive() -> dict[str, object]:
+        part = next(parts)
+        return {"type": "http.request", "body": part, "more_body": part == b"many"}
+
+    async def body() -> bytes:
+        async with body_of(Request({"type": "http", "headers": []}, receive), 100, Busy()) as whole:
+            return whole
+
+    assert asyncio.run(body()) == b"manymore"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +235,7 @@ def test_a_client_that_leaves_ends_its_request(api: Api, stream: bool, queued: b
                 pass
     until(lambda: not api.engine.open)
     assert len(api.engine.cancelled) == 1
-    assert len(api.served.state.running) == 0
+    until(lambda: len(api.served.state.running) == 0)
 
 
 def test_a_client_that_only_stops_sending_has_left_too(api: Api) -> None:
@@ -237,3 +271,20 @@ def test_shutting_down_ends_what_runs_with_an_error_and_takes_nothing_new(api: A
     assert "shutting down" in by_status[200].strip().split("\n\n")[-1]
     assert "shutting down" in by_status[503]
     assert not api.engine.open
+
+
+def test_a_body_that_outlasts_the_last_call_is_refused(api: Api) -> None:
+    state = api.served.state
+    whole = post(chat_body())
+    try:
+        with socket.create_connection((api.served.host, api.served.port), timeout=10) as connection:
+            connection.sendall(whole[:-10])
+            # The head is answered for before a later connection is.
+            assert api.http.get("/ready").status_code == 200
+            state.draining = True
+            connection.sendall(whole[-10:])
+            answer = connection.recv(65536)
+    finally:
+        state.draining = False
+    assert b" 503 " in answer.split(b"\r\n")[0]
+    assert not api.engine.requests

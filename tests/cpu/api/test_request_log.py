@@ -89,6 +89,12 @@ def test_a_log_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     RequestLog(None).write("request_start", {})
 
 
+def test_a_full_disk_loses_lines_and_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(ScriptedEngine(says("Hello")), log=Path("/dev/full")) as served:
+        assert served.openai().completions.create(model="M", prompt="x").choices[0].text == "Hello"
+    assert "the line of a request_start is lost: No space left" in caplog.text
+
+
 def test_lines_are_appended_at_once(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"event": "earlier"}\n')

@@ -68,6 +68,7 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: py
         (["chat", "nothing-here"], "nothing-here"),
         (["serve", "tiny", "--log-level", "loud"], "--log-level loud"),
         (["serve", "tiny", "--host", "999.1.1.1"], "--host 999.1.1.1"),
+        (["serve", "tiny", "--api-key", ""], "--api-key is empty"),
         (["serve", "tiny", "--request-log-jsonl", "/nowhere/log"], "--request-log-jsonl"),
         (["serve", str(ROOT / "pyproject.toml")], "pyproject.toml"),
     ],
