@@ -63,6 +63,7 @@ class ServerConfig:
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
     greedy: bool = False
 

@@ -43,7 +43,7 @@ class SamplingDefaults:
             msgspec.convert(values, SamplingParams)
         except msgspec.ValidationError as error:
             raise CheckpointError(f"generation_config.json: {error}") from None
-        flags = {name: getattr(config, name, None) for name in PRESET_FIELDS}
+        flags = {name: getattr(config, name) for name in PRESET_FIELDS}
         values |= {name: value for name, value in flags.items() if value is not None}
         return cls(values, config.seed, config.greedy)
 

@@ -45,7 +45,9 @@ HELP = {
     "lm_head_draft": _option("Draft with the reduced output head.", "--lm-head-draft"),
     "memory_bytes": _option("Plan for a device of so many bytes instead of asking it.", min=1),
     "threads": _option("CPU threads of the engine.", min=1),
-    "cuda_graph": _option("Replay decode steps as CUDA graphs.", "--cuda-graph/--no-cuda-graph"),
+    "cuda_graph": _option(
+        "Plan room for decode steps as CUDA graphs; as yet none is captured.", "--cuda-graph/--no-cuda-graph"
+    ),
     "host": _option("Address to listen on."),
     "port": _option("Port to listen on.", min=1, max=65535),
     "api_key": _option("Ask for this key (Authorization: Bearer, or x-api-key)."),
@@ -63,7 +65,8 @@ HELP = {
     "min_p": _option("Keep tokens at least so likely beside the best.", min=0, max=1),
     "presence_penalty": _option("Taken off the logit of a token that was generated.", min=-2, max=2),
     "frequency_penalty": _option("Taken off once for each time it was generated.", min=-2, max=2),
-    "seed": _option("Seed of requests that bring none; without it each gets its own.", min=0),
+    "repetition_penalty": _option("Divides the logit of a token in prompt or answer; 1 is none.", min=0.01, max=2),
+    "seed": _option("Seed of requests that bring none; without it each gets its own.", min=0, max=2**64 - 1),
     "greedy": _option("Always the most likely token, whatever a request says.", "--greedy"),
 }
 

@@ -45,7 +45,10 @@ def test_every_preset_field_has_the_three_levels() -> None:
         assert getattr(resolve({name: value}, {}, {}), name) == value
         assert getattr(resolve({name: 0}, {name: value}, {}), name) == value
         assert getattr(resolve({name: 0}, {name: 0}, {name: value}), name) == value
-    assert resolve({"repetition_penalty": 1.1}, {}, {}).repetition_penalty == 1.1
+    name = "repetition_penalty"
+    assert resolve({name: 1.1}, {}, {}).repetition_penalty == 1.1
+    assert resolve({name: 1.1}, {name: 1.2}, {}).repetition_penalty == 1.2
+    assert resolve({name: 1.1}, {name: 1.2}, {name: 1.3}).repetition_penalty == 1.3
 
 
 def test_a_server_seed_is_for_requests_without_one() -> None:
