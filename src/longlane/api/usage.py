@@ -43,13 +43,11 @@ class Tally:
         return sum(ended.completion_tokens for ended in self.ended.values())
 
     def usage(self) -> dict[str, Any]:
-        thinking = sum(ended.timings.thinking_tokens for ended in self.ended.values())
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": thinking},
         }
 
     def timings(self) -> dict[str, Any]:
