@@ -224,6 +224,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pages_cached: int
     slots_total: int
     slots_free: int
+    slots_cached: int
     steps: int
     computed_prefill_tokens: int
     decode_tokens: int

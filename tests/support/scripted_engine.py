@@ -72,6 +72,7 @@ class ScriptedEngine:
             pages_cached=0,
             slots_total=4,
             slots_free=4,
+            slots_cached=0,
             steps=7,
             computed_prefill_tokens=5,
             decode_tokens=3,

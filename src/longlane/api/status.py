@@ -75,6 +75,7 @@ async def load(request: Request) -> Response:
                 "kv_pages": stats.pages_total - stats.pages_free,
                 "kv_pages_cached": stats.pages_cached,
                 "state_slots": stats.slots_total - stats.slots_free,
+                "state_slots_cached": stats.slots_cached,
                 "engine_rss_bytes": stats.rss_bytes,
             },
             "counters": {

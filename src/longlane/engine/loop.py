@@ -87,6 +87,12 @@ class Engine:
         """Whether `step` has nothing to do and nothing to say."""
         return not (self._waiting or self._running or self._outbox)
 
+    @property
+    def stalled(self) -> bool:
+        """Whether all that runs is still on its way to the device, so that a step has nothing to compute."""
+        leases = [job.lease for job in self._running.values() if job.lease]
+        return bool(leases) and not any(lease.ready for lease in leases)
+
     def submit(self, request: Request) -> None:
         """Queue a request. What cannot be served is answered by `Failed`, with the bound that it breaks."""
         if request.id in self._waiting or request.id in self._running:
@@ -149,6 +155,7 @@ class Engine:
             pages_cached=self._memory.cached_pages,
             slots_total=slots.usable,
             slots_free=slots.free,
+            slots_cached=self._memory.cached_slots,
             steps=self._steps,
             computed_prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
@@ -255,7 +262,9 @@ class Engine:
         job.prefill_s += took
         job.computed_tokens += len(token_ids)
         self._prefill_tokens += len(token_ids)
-        self._token_s = took / len(token_ids)
+        # Less than a page mostly costs what every step does: it would make the next chunks short for nothing.
+        if len(token_ids) >= PAGE:
+            self._token_s = took / len(token_ids)
         self._conclude(step, [Outcome(job, token_ids, decision)])
         if end == len(job.tokens) and not decides:
             self._finish(job, "length")

@@ -64,10 +64,11 @@ def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
     )
     speculator = None if config.spec == "off" else Speculator(config, loaded.model.mtp, caches)
     runner = Runner(loaded.model, caches, device, loaded.info.vocab_size)
-    memory = new_memory(config, loaded.spec, plan, caches)
     progress(Loading(stage="warming up", done=0, total=1))
-    warm_up(Engine(runner, memory, config, speculator))
+    # In a memory of its own: its prompt is nobody's prefix.
+    warm_up(Engine(runner, Memory(PagePool(plan.kv_pages), SlotPool(plan.lanes), plan.max_context), config, speculator))
     progress(Loading(stage="warming up", done=1, total=1))
+    memory = new_memory(config, loaded.spec, plan, caches)
     return Engine(runner, memory, config, speculator), Ready(model=loaded.info, plan=plan)
 
 

@@ -104,8 +104,16 @@ class Memory:
     @property
     def cached_pages(self) -> int:
         """Pages that only the tree holds: free as soon as somebody needs them."""
+        return self._evictable([])
+
+    @property
+    def cached_slots(self) -> int:
+        """Slots that hold checkpoints of the tree."""
+        return len(self._tree.held_slots())
+
+    def _evictable(self, keep: Sequence[int]) -> int:
         leased = {page for lease in self._leases.values() for page in lease.pages}
-        return len({*self._tree.held_pages()} - leased)
+        return len({*self._tree.held_pages()}.difference(leased, keep))
 
     def allowed_new(self, prompt_tokens: int, max_new: int) -> int:
         """How many of `max_new` tokens can follow a prompt; raises `RequestError` when not even one can."""
@@ -173,8 +181,11 @@ class Memory:
         self._pages.share(shared + tail)
         growing = sum(lease.may_grow for lease in self._leases.values()) + (need < pages_for(limit))
         spare = growing if self._leases else 0
-        slot = self._tree.free_slot(keep=match.checkpoint) or match.checkpoint is not None
-        fits = slot and self._tree.free_pages(need - len(shared) + spare, keep=match.checkpoint)
+        want = need - len(shared) + spare
+        # What cannot be had is not evicted for: a request that waits must not empty the cache meanwhile.
+        fits = self._pages.free >= want or self._pages.free + self._evictable(shared + tail) >= want
+        fits = fits and (self._tree.free_slot(keep=match.checkpoint) or match.checkpoint is not None)
+        fits = fits and self._tree.free_pages(want, keep=match.checkpoint)
         self._pages.give(tail)
         if not fits:
             self._pages.give(shared)

@@ -68,7 +68,7 @@ def stats(served: Served, check: bool = False) -> Stats:
 
 def is_idle(served: Served) -> bool:
     now = stats(served)
-    unused = (now.pages_free + now.pages_cached, now.slots_free)
+    unused = (now.pages_free + now.pages_cached, now.slots_free + now.slots_cached)
     return (now.running, now.waiting, *unused) == (0, 0, now.pages_total, now.slots_total)
 
 
@@ -82,7 +82,10 @@ def test_streaming(client: openai.OpenAI) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content == "1, 2, 3, 4, 5, 6, 7, 8, 9"
     assert whole.choices[0].finish_reason == "stop"
-    assert chunks[-1].usage == whole.usage
+    usage = chunks[-1].usage
+    # The second time the prompt is in the cache.
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+    assert usage.prompt_tokens_details.cached_tokens > whole.usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_a_stop_string_frees_what_the_answer_held(client: openai.OpenAI, served: Served) -> None:

@@ -32,10 +32,11 @@ def test_what_the_plan_says_is_allocated(loaded):
     plan = ready.plan
     assert (plan.lanes, plan.max_context, plan.kv_tokens, plan.kv_dtype) == (2, 512, 1024, "float64")
     assert engine._runner.caches.kv[0].pages == plan.kv_pages + 1 == 17
-    assert engine._runner.caches.state[0].shape[0] == 3
+    # Two lanes, two spare images, and the slot that nobody owns.
+    assert engine._runner.caches.state[0].shape[0] == 5
     assert engine._runner.caches.carry is None, "no MTP cache without --spec mtp"
     stats = engine.stats(check=True)
-    assert (stats.pages_free, stats.slots_free, stats.steps, stats.integrity) == (16, 2, 0, [])
+    assert (stats.pages_free, stats.slots_free, stats.steps, stats.integrity) == (16, 4, 0, [])
     assert [(loading.stage, loading.done) for loading in progress] == [
         ("loading weights", 0), ("loading weights", 1), ("warming up", 0), ("warming up", 1),
     ]  # fmt: skip
