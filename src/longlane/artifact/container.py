@@ -14,6 +14,7 @@ from longlane.artifact.binding import bind
 from longlane.artifact.directory import DAMAGED, check_ranges, fail, parse
 from longlane.artifact.framing import (
     HEADER_BYTES,
+    MAGIC,
     MAX_DIRECTORY_BYTES,
     PAGE,
     PART_MAGIC,
@@ -27,7 +28,7 @@ from longlane.artifact.schema import RESOURCES, Component, Directory, Entry, Fil
 from longlane.artifact.writer import ArtifactWriter
 from longlane.errors import ArtifactError
 
-__all__ = ["Artifact", "ArtifactError", "ArtifactWriter", "Component", "Entry", "Part", "Proposal"]
+__all__ = ["Artifact", "ArtifactError", "ArtifactWriter", "Component", "Entry", "Part", "Proposal", "is_artifact"]
 
 Bytes = NDArray[np.uint8]
 
@@ -174,6 +175,13 @@ class Artifact:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def is_artifact(path: Path) -> bool:
+    """Whether `path` is a file that starts as an artifact does, of whatever version."""
+    if not path.is_file():
+        return False
+    return _map(path)[: len(MAGIC)].tobytes() == MAGIC
 
 
 def _read_header(path: Path, data: Bytes) -> Header:

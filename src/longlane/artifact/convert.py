@@ -13,18 +13,20 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from longlane.artifact import recipe, report
 from longlane.artifact.checkpoint import Model, open_directory, open_gguf
 from longlane.artifact.container import ArtifactWriter, Component, Entry, Proposal
-from longlane.artifact.draft_head import DraftHead
+from longlane.artifact.draft_head import PUBLISHED_ROWS, DraftHead
 from longlane.artifact.formats import to_bytes
-from longlane.artifact.geometry import GEOMETRIES
+from longlane.artifact.framing import describe
+from longlane.artifact.geometry import DFLASH2, GEOMETRIES, VISION
 from longlane.artifact.schema import RESOURCES
-from longlane.artifact.text_config import SIZES
+from longlane.artifact.text_config import DENSE_SIZES, MOE_SIZES, SIZES
 from longlane.artifact.writer import MAX_FILE_BYTES
 from longlane.config import WeightsMode
 from longlane.errors import CheckpointError
 
 # What container v2 can name. It has no configuration of its own, so the name has to stand for one.
 IDENTITIES = ("qwen3.6-27b", "qwen3.8-27b", "qwen3.6-35b-a3b")
-GEOMETRY = (*SIZES, "layer_types", "tie_word_embeddings")
+GEOMETRY = (*SIZES, *DENSE_SIZES, *MOE_SIZES, "layer_types", "tie_word_embeddings", "rms_norm_eps")
+ROPE = ("rope_theta", "partial_rotary_factor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ def convert(source: Path, target: Path, options: Options, quiet: bool = False) -
             writer.write(item.name, to_bytes(weight))
             made.add(writer.entries[item.name], error)
         made.source |= report.describe(model.weight_files)
-    made.write(target, time.monotonic() - started)
+    made.write(target, writer.file_bytes, time.monotonic() - started)
     return made
 
 
@@ -90,6 +92,7 @@ def _open(source: Path, options: Options) -> Model:
             f"pass --name with one of {', '.join(IDENTITIES)} if it is that model, or --container v3"
         )
     if source.is_file():
+        _check_gguf(source)
         return open_gguf(source)
     v2 = options.container == "v2"
     model = open_directory(
@@ -99,20 +102,46 @@ def _open(source: Path, options: Options) -> Model:
         dflash2=options.dflash2_model,
         draft_head=options.draft_head or (DraftHead() if v2 else None),
     )
-    if v2:
-        _check_identity(model, source, name)
+    if v2 and (reasons := list(_differences(model, name, options.draft_head))):
+        raise CheckpointError(f"{source}: {reasons[0]}, so this is no whole {name} as container v2 holds it; use v3")
     return model
 
 
-def _check_identity(model: Model, source: Path, name: str) -> None:
-    """A version 2 file of `name` holds that model with MTP, vision and all side files, or it is none."""
-    text, known = model.components["text"], GEOMETRIES[name]
-    differing = [key for key in GEOMETRY if text[key] != known[key]]
-    missing = [part for part in ("mtp", "vision") if part not in model.components]
-    missing += [file for role, file in RESOURCES.items() if role not in model.resources]
-    if differing or missing:
-        why = f"{differing[0]} is {text[differing[0]]}" if differing else f"there is no {missing[0]}"
-        raise CheckpointError(f"{source}: {why}, so this is no whole {name} as container v2 holds it; use v3")
+def _check_gguf(source: Path) -> None:
+    try:
+        with source.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read ({error.strerror}); check its permissions") from None
+    if not head.startswith(b"GGUF"):
+        kind, cure = describe(head) or ("an artifact", "its weights cannot be encoded again")
+        raise CheckpointError(f"{source} is {kind}; {cure}")
+
+
+def _differences(model: Model, name: str, draft_head: DraftHead | None) -> Iterator[str]:
+    """Where a model is not the one that version 2 calls `name`: the file has a name instead of a configuration, so
+    that readers expect this geometry, MTP, vision and all side files, and a drafter with qwen3.8-27b only."""
+    text, known, parts = model.components["text"], GEOMETRIES[name], model.components
+    yield from (f"{key} is {text.get(key)}" for key in GEOMETRY if text.get(key) != known.get(key))
+    rope = text["rope_parameters"]
+    yield from (f"{key} is {rope[key]}" for key in ROPE if rope[key] != known["rope_parameters"][key])
+    yield from (f"there is no {part}" for part in ("mtp", "vision") if part not in parts)
+    yield from (f"there is no {file}" for role, file in RESOURCES.items() if role not in model.resources)
+    for part, released in {"vision": VISION, "dflash2": DFLASH2}.items():
+        if part in parts and not _holds(parts[part], released):
+            yield f"the {part} component has another geometry"
+    if "dflash2" in parts and name != "qwen3.8-27b":
+        yield "there is a DFlash2 drafter"
+    if draft_head and draft_head.rows not in (None, PUBLISHED_ROWS):
+        yield f"the draft head has {draft_head.rows} rows"
+
+
+def _holds(config: Any, released: dict[str, Any]) -> bool:
+    """Whether a configuration says what the released one says, whatever else it says."""
+    return all(
+        _holds(config.get(key), value) if isinstance(value, dict) else config.get(key) == value
+        for key, value in released.items()
+    )
 
 
 def _components(model: Model) -> dict[str, Component]:

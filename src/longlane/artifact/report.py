@@ -10,6 +10,7 @@ from typing import Any
 
 import longlane
 from longlane.artifact.schema import Entry
+from longlane.errors import ArtifactError
 
 GGUF_RECIPE = "gguf-llama-v2"
 HF_RECIPE = "qwen3_5-v1"
@@ -49,15 +50,22 @@ class Report:
         """What goes into the artifact itself."""
         return {"recipe": self.recipe, "converter": f"longlane {longlane.__version__}", "source": self.source}
 
-    def write(self, artifact: Path, elapsed_s: float) -> Path:
-        """Beside the artifact, as `<artifact>.conversion.json`."""
+    def write(self, artifact: Path, size: int, elapsed_s: float) -> Path:
+        """Beside the artifact of `size` bytes, as `<artifact>.conversion.json`. Raises ArtifactError."""
         self.elapsed_s = elapsed_s
-        files = sorted(artifact.parent.glob(f"{artifact.name}.part-*"))
-        self.artifact = {"path": artifact.name, "bytes": sum(file.stat().st_size for file in [artifact, *files])}
+        self.artifact = {"path": artifact.name, "bytes": size}
         target = artifact.with_name(f"{artifact.name}.conversion.json")
         temporary = target.with_name(f".{target.name}.tmp")
-        temporary.write_text(json.dumps(self._document(), indent=2, ensure_ascii=False, default=str) + "\n")
-        temporary.replace(target)
+        text = json.dumps(self._document(), indent=2, ensure_ascii=False, default=str) + "\n"
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(target)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise ArtifactError(
+                f"{target} cannot be written ({error.strerror}); the artifact itself is complete: make room, or move "
+                "what stands there, and convert again for a report"
+            ) from None
         return target
 
     def _document(self) -> dict[str, Any]:

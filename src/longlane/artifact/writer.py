@@ -103,6 +103,11 @@ class ArtifactWriter:
         self._refuse_existing()
         self._create(pack_header(version, len(text), self.artifact_id) + text)
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(output.first + output.payload_bytes for output in self._outputs)
+
     def write(self, name: str, buffers: Data | Iterable[Data]) -> None:
         """Store the encoded bytes of one entry, whole, as one buffer or several that follow each other.
 
@@ -133,6 +138,7 @@ class ArtifactWriter:
             self._refuse_existing()
             for output in reversed(self._outputs):
                 os.replace(output.temporary, output.target)
+            self._remove_old_parts()
             directory = os.open(self.path.parent, os.O_RDONLY)
             os.fsync(directory)
             os.close(directory)
@@ -190,8 +196,17 @@ class ArtifactWriter:
         if free < payload:
             fail(self.path, f"needs {payload} bytes, but {parent} has {free} free", "make room or choose another disk")
 
+    def _remove_old_parts(self) -> None:
+        """Parts of an artifact that `force` replaced by one of fewer files."""
+        index = len(self._outputs)
+        while self.force and (old := self.path.with_name(_part_name(self.path.name, index))).is_file():
+            old.unlink()
+            index += 1
+
     def _refuse_existing(self) -> None:
         for output in self._outputs:
+            if output.target.is_dir():
+                fail(output.target, "is a directory", "name the file to write in it")
             if output.target.exists() and not self.force:
                 fail(output.target, "exists already", "choose another name, or pass --force to replace it")
 

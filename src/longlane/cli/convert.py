@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
+from longlane.errors import ConfigError
+
 DIRECTORY: dict[str, Any] = {"exists": True, "file_okay": False}
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
 
@@ -23,11 +25,11 @@ class Container(StrEnum):
 
 
 def convert(
-    source: Annotated[str, Argument(help="A Hugging Face directory of the Qwen3.5 family, or a GGUF file.")],
+    source: Annotated[str, Argument(help="A Hugging Face directory, a GGUF file, or an artifact.")],
     target: Annotated[Path, Argument(help="The artifact to write, usually *.ninfer.")],
-    weights: Annotated[Weights, Option(help="4 to 8 bits by role, 8 bits for every matrix, or as they are.")] = (
-        Weights.GROUPWISE_INT
-    ),
+    weights: Annotated[
+        Weights | None, Option(help="4 to 8 bits by role (default), 8 for every matrix, or as they are.")
+    ] = None,
     container: Annotated[Container, Option(help="v2 only for the released models that it can name.")] = Container.V3,
     name: Annotated[str | None, Option(help="Public name of the model; for v2 the identity.")] = None,
     dflash2_model: Annotated[Path | None, Option(**DIRECTORY, help="Directory of a DFlash2 drafter to add.")] = None,
@@ -39,18 +41,31 @@ def convert(
     ),
     force: Annotated[bool, Option("--force", help="Replace an existing target.")] = False,
 ) -> None:
-    """Write an artifact, and beside it a report of what it was made of and what the encoding cost."""
+    """Write an artifact, and beside it a report of what it was made of and what the encoding cost.
+
+    An artifact is copied into the other container version, its payload unchanged.
+    """
     from longlane.artifact import report
+    from longlane.artifact.container import is_artifact
     from longlane.artifact.convert import Options
     from longlane.artifact.convert import convert as run
     from longlane.artifact.draft_head import DraftHead
     from longlane.artifact.locate import find
 
+    path = find(source)
+    if is_artifact(path):
+        if weights or name or dflash2_model or draft_head_rows or draft_counts or draft_text:
+            raise ConfigError(
+                f"{path} is an artifact, which keeps its weights and its name: leave out all flags but --container, "
+                "--max-file-bytes and --force, or convert the original directory again"
+            )
+        _rewrite(path, target, container, max_file_bytes, force)
+        return
     draft_head = None
     if draft_head_rows or draft_counts or draft_text:
         draft_head = DraftHead(rows=draft_head_rows, counts=draft_counts, text=draft_text)
     options = Options(
-        weights=weights.value,
+        weights=(weights or Weights.GROUPWISE_INT).value,
         container=container.value,
         name=name,
         dflash2_model=dflash2_model,
@@ -58,4 +73,13 @@ def convert(
         force=force,
         max_file_bytes=max_file_bytes,
     )
-    typer.echo(report.summary(run(find(source), target, options)))
+    typer.echo(report.summary(run(path, target, options)))
+
+
+def _rewrite(source: Path, target: Path, container: Container, max_file_bytes: int, force: bool) -> None:
+    from longlane.artifact.container import Artifact
+    from longlane.artifact.rewrite import rewrite
+
+    with Artifact.open(source) as artifact:
+        rewrite(artifact, target, int(container.value[1:]), max_file_bytes=max_file_bytes, force=force)
+    typer.echo(f"{target}: container {container.value}, every object as in {source}")

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from longlane.artifact.checkpoint import load_weights
-from longlane.artifact.container import Artifact
+from longlane.artifact.container import Artifact, ArtifactWriter, Entry
 from longlane.artifact.convert import Options, convert
 from longlane.artifact.draft_head import DraftHead
 from longlane.artifact.formats import to_bytes
@@ -21,7 +22,7 @@ from longlane.artifact.resources import open_resources
 from longlane.artifact.rewrite import rewrite
 from longlane.artifact.sources import dflash2_shapes
 from longlane.artifact.text_config import text_config
-from longlane.errors import CheckpointError
+from longlane.errors import ArtifactError, CheckpointError, LonglaneError
 from longlane.kernels.linear.weight import Weight
 from longlane.models.registry import build, load_model
 from support.lanes import Lanes
@@ -96,6 +97,8 @@ def test_a_27b_layout_has_the_published_objects(tmp_path: Path, monkeypatch: pyt
     source, drafter = scaled_27b(tmp_path)
     scaled = text_config(json.loads((source / "config.json").read_text()), source)
     monkeypatch.setitem(GEOMETRIES, "qwen3.8-27b", scaled)
+    monkeypatch.setattr("longlane.artifact.convert.VISION", {**VISION, "depth": 27, "out_hidden_size": 32})
+    monkeypatch.setattr("longlane.artifact.convert.DFLASH2", json.loads((drafter / "config.json").read_text()))
     options = Options(container="v2", name="qwen3.8-27b", dflash2_model=drafter)
     convert(source, tmp_path / "v2.ninfer", options, quiet=True)
     artifact = Artifact.open(tmp_path / "v2.ninfer")
@@ -135,8 +138,20 @@ def test_v2_is_for_the_whole_of_a_released_model(tmp_path: Path, monkeypatch: py
     write_checkpoint(tmp_path / "hf", multimodal(DENSE))
     with pytest.raises(CheckpointError, match="vocab_size is 320, so this is no whole"):
         convert(tmp_path / "hf", tmp_path / "a", options, quiet=True)
-    monkeypatch.setitem(GEOMETRIES, "qwen3.8-27b", text_config(DENSE, tmp_path))
+    released = text_config(DENSE, tmp_path)
+    monkeypatch.setitem(GEOMETRIES, "qwen3.8-27b", released)
+    with pytest.raises(CheckpointError, match="the vision component has another geometry"):
+        convert(tmp_path / "hf", tmp_path / "a", options, quiet=True)
+    monkeypatch.setattr("longlane.artifact.convert.VISION", VISION)
     convert(tmp_path / "hf", tmp_path / "a", options, quiet=True)
+    rows = replace(options, draft_head=DraftHead(rows=32))
+    with pytest.raises(CheckpointError, match="the draft head has 32 rows"):
+        convert(tmp_path / "hf", tmp_path / "b", rows, quiet=True)
+    for change in ({"intermediate_size": 128}, {"rms_norm_eps": 1e-5}, {"rope_parameters": {"rope_theta": 1e6}}):
+        monkeypatch.setitem(GEOMETRIES, "qwen3.8-27b", released | text_config({**DENSE, **change}, tmp_path))
+        with pytest.raises(CheckpointError, match=r"intermediate_size is 96|rms_norm_eps is 1e-06|rope_theta is 1000"):
+            convert(tmp_path / "hf", tmp_path / "b", options, quiet=True)
+    monkeypatch.setitem(GEOMETRIES, "qwen3.8-27b", released)
     (tmp_path / "hf" / "preprocessor_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"there is no preprocessor_config.json, .*; use v3"):
         convert(tmp_path / "hf", tmp_path / "b", options, quiet=True)
@@ -194,6 +209,39 @@ def test_a_split_artifact_loads_like_a_whole_one(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("split.part-*"))) > 1
     whole, split = load_weights(tmp_path / "whole")[1], load_weights(tmp_path / "split")[1]
     assert all(bits(whole[name]) == bits(split[name]) for name in whole)
+
+
+def test_force_takes_the_parts_of_the_old_artifact_away(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf", DENSE)
+    split = convert(tmp_path / "hf", tmp_path / "a", Options(max_file_bytes=1 << 17), quiet=True)
+    assert split.artifact["bytes"] == sum(file.stat().st_size for file in [tmp_path / "a", *tmp_path.glob("a.part-*")])
+    (tmp_path / "a.part-notes").touch()
+    whole = convert(tmp_path / "hf", tmp_path / "a", Options(force=True), quiet=True)
+    assert whole.artifact["bytes"] == (tmp_path / "a").stat().st_size
+    assert listing(tmp_path) == {"hf", "a", "a.conversion.json", "a.part-notes"}
+
+
+def test_a_directory_in_the_way_is_left_alone(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf", DENSE)
+    with pytest.raises(ArtifactError, match="hf: is a directory; name the file"):
+        convert(tmp_path / "hf", tmp_path / "hf", Options(force=True), quiet=True)
+    (tmp_path / "a.conversion.json").mkdir()
+    with pytest.raises(ArtifactError, match=r"conversion\.json cannot be written .*; the artifact itself is complete"):
+        convert(tmp_path / "hf", tmp_path / "a", Options(), quiet=True)
+    assert listing(tmp_path) == {"hf", "a", "a.conversion.json"}
+
+
+def test_files_of_other_kinds_are_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf", DENSE)
+    convert(tmp_path / "hf", tmp_path / "a", Options(), quiet=True)
+    (tmp_path / "page").write_text("<html>")
+    for source, kind in (
+        (tmp_path / "hf" / "model.safetensors", "a safetensors file; pass the directory"),
+        (tmp_path / "page", "a web page"),
+        (tmp_path / "a", "an artifact"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{source.name} is {kind}"):
+            convert(source, tmp_path / "b", Options(), quiet=True)
 
 
 def test_the_report_says_what_was_converted(tmp_path: Path) -> None:
@@ -257,6 +305,31 @@ def test_force_replaces_and_nothing_else_does(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "a.ninfer" in done.output
     assert Artifact.open(target).objects["text/draft_head"].shape == (16, 64)
+
+
+def test_an_artifact_changes_its_container_and_nothing_else(tmp_path: Path) -> None:
+    import typer
+
+    from longlane.cli.convert import convert as command
+
+    app = typer.Typer()
+    app.command()(command)
+    old, new, back = (tmp_path / name for name in ("old", "new", "back"))
+    entries = [Entry.tensor("text/final_norm", "bf16", (8,)), Entry.tensor("text/output_head", "bf16", (2, 8))]
+    with ArtifactWriter(old, entries=entries, version=2, identity=("qwen3.8-27b", "groupwise-int")) as writer:
+        for index, entry in enumerate(entries):
+            writer.write(entry.name, bytes([index + 1]) * entry.bytes)
+    done = CliRunner().invoke(app, [str(old), str(new)])
+    assert done.exit_code == 0, done.output
+    assert Artifact.open(new).version == 3
+    assert Artifact.open(new).text_config() == GEOMETRIES["qwen3.8-27b"]
+    assert CliRunner().invoke(app, [str(new), str(back), "--container", "v2"]).exit_code == 0
+    assert back.read_bytes() == old.read_bytes()
+    for arguments in ([str(old), str(new)], [str(old), str(new), "--force", "--weights", "int8"]):
+        refused = CliRunner().invoke(app, arguments)
+        assert isinstance(refused.exception, LonglaneError)
+        assert "--force" in refused.exception.message
+    assert listing(tmp_path) == {"old", "new", "back"}
 
 
 # Pieces are made small, so that what is measured is what one tensor costs and not the fixed cost of a piece.
