@@ -256,6 +256,10 @@ class Tiers:
         if not (enough and self._host.arena.free("page") >= len(missing) + tails):
             self._host.unpin(here)
             return None
+        if any(record.dropped for record in here):
+            # Room came from a state that alone stood on them: they are read from disk like the rest.
+            self._host.unpin(here)
+            return self._pin(found, node, wanted)
         if state is None:
             state = self._expect_state(found.state)
         for parent, key, tokens in missing:

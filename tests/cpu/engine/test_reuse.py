@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from longlane.types import Request
 from support.conversations import Conversation, Turn, drain, serve, turns
 from support.toy_engine import Clock, Guesser, Log, build, oracle, settings
 
@@ -88,3 +89,19 @@ def test_one_slot_in_all_still_serves_the_next_turn():
     engine = build(settings(max_concurrency=1), pages=10, spare_slots=0)
     serve(engine, talk.request(0, Turn(-1, 0, 30, 20, 1, True)))
     assert serve(engine, talk.request(1, Turn(0, 0, 5, 5, 2, True))).cached_tokens == 149
+
+
+def test_who_waits_does_not_empty_the_cache():
+    engine = build(settings(max_concurrency=2), pages=10, spare_slots=4)
+    cached = Conversation(100).request(0, Turn(-1, 0, 30, 2, 1, True))
+    serve(engine, cached)
+    log = Log()
+    engine.submit(Request(id="long", token_ids=[5] * 300, max_tokens=60))
+    log.take(engine.step())
+    engine.submit(Request(id="waits", token_ids=[6] * 500, max_tokens=1))
+    for _ in range(20):
+        log.take(engine.step())
+    assert log.admitted == ["long"]
+    assert engine.stats().pages_cached == 3
+    drain(engine, log)
+    assert log.finished["waits"].reason == "length"
