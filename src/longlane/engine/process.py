@@ -24,6 +24,8 @@ from longlane.errors import EngineError, LonglaneError
 from longlane.types import Cancel, Fatal, FromEngine, Loading, Ready, Request, Shutdown, StatsQuery, ToEngine
 
 HEARTBEAT_S = 1.0
+# Between two looks at what is on its way to the device. Looking all the time would slow down who brings it.
+STALLED_S = 0.002
 FLUSH_MS = 2000
 
 log = logging.getLogger(__name__)
@@ -80,7 +82,8 @@ class Service:
     def run(self) -> None:
         last_sent, busy = self._clock(), False
         while not self._is_over():
-            for message in self._link.receive(HEARTBEAT_S if self._engine.idle else 0.0):
+            wait_s = HEARTBEAT_S if self._engine.idle else STALLED_S if self._engine.stalled else 0.0
+            for message in self._link.receive(wait_s):
                 self._take(message)
             messages, self._answers = [*self._answers, *self._engine.step()], []
             if messages or self._clock() - last_sent >= HEARTBEAT_S:

@@ -1,11 +1,14 @@
 """The engine's end of the sockets, without a process around it."""
 
+from types import SimpleNamespace
+
 import msgspec
+import pytest
 import zmq
 
 from longlane.engine import process
 from longlane.engine.process import Link
-from longlane.types import Cancel, Fatal, FromEngine, Loading
+from longlane.types import Cancel, Fatal, FromEngine, Loading, Shutdown
 from support.toy_engine import settings
 
 
@@ -23,6 +26,38 @@ def test_a_fault_at_start_is_told_to_the_parent(tmp_path):
     assert frames[1] == [Fatal(message="RuntimeError: a fault at start", code="engine_fault")]
     receiver.close()
     context.term()
+
+
+class Looping:
+    """Engine and link of a service in one; the first message ends it."""
+
+    def __init__(self, *, idle: bool, stalled: bool) -> None:
+        self.idle, self.stalled = idle, stalled
+        self.waits: list[float] = []
+
+    def receive(self, wait_s):
+        self.waits.append(wait_s)
+        return [Shutdown()]
+
+    def step(self):
+        return []
+
+    def stats(self, check):
+        return SimpleNamespace(integrity=[])
+
+    def abort(self, error): ...
+
+    def send(self, messages): ...
+
+
+@pytest.mark.parametrize(
+    ("idle", "stalled", "wait_s"),
+    [(True, False, process.HEARTBEAT_S), (False, True, process.STALLED_S), (False, False, 0.0)],
+)
+def test_nothing_to_compute_is_waited_for_and_not_asked_for(idle, stalled, wait_s):
+    both = Looping(idle=idle, stalled=stalled)
+    process.Service(both, both).run()
+    assert both.waits == [wait_s]
 
 
 def test_malformed_frames_are_dropped_and_the_next_is_read(tmp_path, caplog):

@@ -304,6 +304,24 @@ def test_timings_are_measured_and_add_up():
     assert (timings.completion_tokens, timings.rounds, timings.drafted_tokens) == (5, 4, 0)
 
 
+def test_the_end_of_one_prompt_does_not_shorten_the_chunks_of_the_next(monkeypatch):
+    clock, chunks = Clock(), []
+    engine = build(settings(max_concurrency=1, prefill_chunk=1024), pages=64, clock=clock)
+    compute = engine._runner.run
+
+    def watch(kind, rows):
+        if kind == "prefill":
+            chunks.append(len(rows[0].token_ids))
+        clock.now += 0.1
+        return compute(kind, rows)
+
+    monkeypatch.setattr(engine._runner, "run", watch)
+    for id, prompt in (("whole page", 64), ("few tokens", 3), ("long", 1000)):
+        engine.submit(request(id, prompt, 1))
+        run(engine)
+    assert chunks == [64, 3, 1000]
+
+
 def test_drafts_are_counted_by_position():
     engine = build(settings(), pages=8, speculator=Guesser(max_drafts=3, wrong=3))
     engine.submit(request("a", 10, 40, sampling=SamplingParams(temperature=0.0)))
