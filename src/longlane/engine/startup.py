@@ -1,15 +1,18 @@
 """From a configuration to an engine that is ready to serve: device, model, memory plan, caches."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import torch
 
 from longlane.artifact.locate import resolve
+from longlane.artifact.resources import open_resources
 from longlane.config import EngineConfig
 from longlane.engine.loop import Engine
 from longlane.engine.runner import Runner
-from longlane.errors import ConfigError, EngineError
+from longlane.errors import CheckpointError, ConfigError, EngineError
 from longlane.layers.batch import Caches, new_caches
 from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
@@ -63,7 +66,7 @@ def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
         loaded.spec, pages=plan.kv_pages + 1, slots=slots + 1, codec=kv_dtype, dtype=DTYPES[dtype], device=device
     )
     speculator = None if config.spec == "off" else Speculator(config, loaded.model.mtp, caches)
-    runner = Runner(loaded.model, caches, device, loaded.info.vocab_size)
+    runner = Runner(loaded.model, caches, device, known_tokens(path, loaded.info.vocab_size))
     progress(Loading(stage="warming up", done=0, total=1))
     # In a memory of its own: its prompt is nobody's prefix.
     warm_up(Engine(runner, Memory(PagePool(plan.kv_pages), SlotPool(plan.lanes), plan.max_context), config, speculator))
@@ -85,6 +88,19 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"--device {name}: this machine shows {torch.cuda.device_count()} CUDA devices; use cpu")
     return device
+
+
+def known_tokens(path: Path, rows: int) -> int:
+    """Ids that may be drawn: those of the tokenizer. An output head may have more `rows` than that, as padding."""
+    definition = open_resources(path).get("tokenizer")
+    if definition is None:
+        return rows
+    try:
+        spec = json.loads(definition)
+        ids = [*spec["model"]["vocab"].values(), *(token["id"] for token in spec.get("added_tokens") or [])]
+        return min(rows, 1 + max(ids))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: its tokenizer.json is not a tokenizer definition ({error!r})") from None
 
 
 def spare_slots(config: EngineConfig) -> int:

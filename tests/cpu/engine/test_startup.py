@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longlane.artifact.locate import resolve
 from longlane.config import EngineConfig
 from longlane.engine import startup
 from longlane.engine.loop import Engine
 from longlane.errors import ConfigError, LonglaneError, PlanError
+from longlane.text.tokenizer import Tokenizer
 from longlane.types import Loading, Ready, Request, SamplingParams
 from support.toy_engine import run
 
@@ -41,6 +43,17 @@ def test_what_the_plan_says_is_allocated(loaded):
         ("loading weights", 0), ("loading weights", 1), ("warming up", 0), ("warming up", 1),
     ]  # fmt: skip
     assert ready.model.vocab_size == engine._runner.vocab_size
+
+
+def test_rows_of_the_head_beyond_the_tokenizer_are_never_drawn(tmp_path):
+    tiny = resolve("tiny")
+    known = Tokenizer((tiny / "tokenizer.json").read_bytes()).vocab_size
+    assert startup.known_tokens(tiny, known + 243) == known
+    assert startup.known_tokens(tiny, 100) == 100
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": [1]}}')
+    with pytest.raises(LonglaneError, match="not a tokenizer definition"):
+        startup.known_tokens(tmp_path, 100)
 
 
 def test_drafting_changes_no_token(loaded):
