@@ -108,7 +108,9 @@ class Model:
         self.state = [
             torch.randn(lanes + 1, VALUE_HEADS, GDN_DIM, GDN_DIM, device=DEVICE) * 0.05 for _ in range(len(deltas))
         ]
-        self.history = [torch.randn(lanes + 1, CHANNELS, TAPS - 1, device=DEVICE).bfloat16() for _ in range(len(deltas))]
+        self.history = [
+            torch.randn(lanes + 1, CHANNELS, TAPS - 1, device=DEVICE).bfloat16() for _ in range(len(deltas))
+        ]
         starts = tuple(range(0, (lanes + 1) * columns, columns))
         table = (torch.randperm(lanes * self.pages_per_lane, device=DEVICE) + 1).view(lanes, -1).int()
         self.rows = ragged(starts, (context,) * lanes, table, torch.arange(1, lanes + 1, device=DEVICE))
@@ -143,9 +145,7 @@ class Model:
         mixed = attention.attend(q, pages, self.rows, scale=HEAD_DIM**-0.5)
         return norm_rope.sigmoid_gate(mixed.flatten(1), gate)
 
-    def _delta(
-        self, layer: Layer, x: Tensor, state: Tensor, history: Tensor, *, verify: bool
-    ) -> tuple[Tensor, Record]:
+    def _delta(self, layer: Layer, x: Tensor, state: Tensor, history: Tensor, *, verify: bool) -> tuple[Tensor, Record]:
         fused = torch.empty(len(x), 16_384, dtype=x.dtype, device=DEVICE)
         linear.linear(x, layer.first, out=fused[:, :4096])
         linear.linear(x, layer.second, out=fused[:, 4096:])
@@ -262,7 +262,9 @@ def main() -> None:
     began = time.time()
     bench = Bench()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"read {bench.read / 1e12:.2f} TB/s, bf16 {bench.flops / 1e12:.0f} TFLOP/s, {bench.weight_bytes / 1e9:.2f} GB")
+    print(
+        f"read {bench.read / 1e12:.2f} TB/s, bf16 {bench.flops / 1e12:.0f} TFLOP/s, {bench.weight_bytes / 1e9:.2f} GB"
+    )
     one = bench.decode(1, 8192, trace=True)
     bench.decode(1, 512)
     verify = bench.decode(1, 8192, 4, trace=True)

@@ -9,7 +9,7 @@ import torch
 from support import route_checks
 
 BF16, F32 = torch.bfloat16, torch.float32
-TINY, FULL = (6, 2, 24, 16), (48, 16, 128, 128)
+TINY, MIDDLE, FULL = (6, 2, 24, 16), (4, 2, 72, 64), (48, 16, 128, 128)
 
 
 def route(op: str) -> ModuleType:
@@ -75,7 +75,7 @@ def test_attention_far_into_a_long_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
-@pytest.mark.parametrize("geometry", [TINY, FULL], ids=["tiny", "27b"])
+@pytest.mark.parametrize("geometry", [TINY, MIDDLE, FULL], ids=["tiny", "middle", "27b"])
 @pytest.mark.parametrize("rows", [*ROWS, "verify-kept"])
 def test_gdn(rows: str, geometry: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     lengths, context = ROWS[rows.removesuffix("-kept")]

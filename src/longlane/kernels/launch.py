@@ -23,7 +23,8 @@ class DeviceProperties:
 @cache
 def device_properties(index: int) -> DeviceProperties:
     p = torch.cuda.get_device_properties(index)
-    return DeviceProperties(p.multi_processor_count, p.shared_memory_per_block_optin, (p.major, p.minor))
+    shared: int = p.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return DeviceProperties(p.multi_processor_count, shared, (p.major, p.minor))
 
 
 def properties(x: torch.Tensor) -> DeviceProperties:

@@ -33,9 +33,9 @@ def test_splits_cover_every_page_once() -> None:
     splits = interpreted("attention").splits
     for pages in [*range(1, 1100), 4096]:
         assert first_page(splits(pages) - 1) < pages <= first_page(splits(pages))
-    assert splits(4096) == 236
+    assert splits(4096) == 220
 
 
 def first_page(split: int) -> int:
-    """The definition, in words: 64 splits of 2 pages, 64 of 8, then 32 pages each."""
-    return sum([2] * min(split, 64) + [8] * min(max(split - 64, 0), 64) + [32] * max(split - 128, 0))
+    """The definition, in words: 64 splits of 2 pages, 64 of 16, then 32 pages each."""
+    return sum([2] * min(split, 64) + [16] * min(max(split - 64, 0), 64) + [32] * max(split - 128, 0))

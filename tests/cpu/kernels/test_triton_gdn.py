@@ -6,8 +6,8 @@ import torch
 from support import route_checks
 from support.interpreter import interpreted
 
-# Value heads, key heads, value dim, key dim.
-GEOMETRY = (2, 1, 24, 16)
+# Value heads, key heads, value dim, key dim. Narrow heads have the recurrence only.
+NARROW, WIDE = (2, 1, 24, 16), (2, 1, 72, 64)
 
 
 @pytest.fixture(autouse=True)
@@ -16,18 +16,20 @@ def seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "context", "advance"),
+    ("lengths", "context", "advance", "geometry"),
     [
-        ((1, 1), (0, 63), True),
-        ((4, 4), (5, 0), False),
-        ((65, 2), (0, 9), True),
-        ((130,), (3,), True),
+        ((1, 1), (0, 63), True, NARROW),
+        ((4, 4), (5, 0), False, WIDE),
+        ((18,), (0,), True, NARROW),
+        ((65, 2), (0, 9), True, WIDE),
     ],
-    ids=["decode", "verify", "mixed", "chunks"],
+    ids=["decode", "verify", "narrow", "chunks"],
 )
-def test_equals_oracle(lengths: tuple[int, ...], context: tuple[int, ...], advance: bool) -> None:
-    route_checks.gdn(interpreted("gdn"), lengths, context, GEOMETRY, "cpu", torch.float32, advance=advance)
+def test_equals_oracle(
+    lengths: tuple[int, ...], context: tuple[int, ...], advance: bool, geometry: tuple[int, int, int, int]
+) -> None:
+    route_checks.gdn(interpreted("gdn"), lengths, context, geometry, "cpu", torch.float32, advance=advance)
 
 
 def test_fold_is_decode() -> None:
-    route_checks.fold_is_decode(interpreted("gdn"), 3, (9, 0, 4), (2, 3, 0), GEOMETRY, "cpu", torch.float32)
+    route_checks.fold_is_decode(interpreted("gdn"), 3, (9, 0, 4), (2, 3, 0), NARROW, "cpu", torch.float32)

@@ -8,7 +8,13 @@ from support import ptx
 from longlane.kernels.linear import naive, tiles, unpack
 from longlane.kernels.linear.weight import GROUP, PackedWeight
 
-BYTES = {"q4_g64_fp16": (32, 0), "q5_g64_fp16": (32, 8), "q6_g64_fp16": (32, 16), "q8_g32_fp16": (32, 0), "t2_g128_fp16": (32, 0)}
+BYTES = {
+    "q4_g64_fp16": (32, 0),
+    "q5_g64_fp16": (32, 8),
+    "q6_g64_fp16": (32, 16),
+    "q8_g32_fp16": (32, 0),
+    "t2_g128_fp16": (32, 0),
+}
 SHAPES = [(1, 63), (48, 200), (96, 640), (130, 1100)]
 
 

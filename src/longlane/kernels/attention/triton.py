@@ -17,9 +17,11 @@ from longlane.kernels.ragged import Ragged
 
 # Longest row of new tokens that counts as short.
 SHORT = 16
-# Splits: 64 of 2 pages, 64 of 8, then 32 pages each. Few enough to join, short enough to fill a card at any depth.
+# Slots a program of a short row takes at a time, its warps, and how many such tiles it has in flight.
+_TILE, _WARPS, _STAGES = 64, 4, 2
+# Splits: 64 of 2 pages, 64 of 16, then 32 pages each. Few enough to join, short enough to fill a card at any depth.
 FINE, MIDDLE = tl.constexpr(64), tl.constexpr(64)
-FINE_PAGES, MIDDLE_PAGES, COARSE_PAGES = tl.constexpr(2), tl.constexpr(8), tl.constexpr(32)
+FINE_PAGES, MIDDLE_PAGES, COARSE_PAGES = tl.constexpr(2), tl.constexpr(16), tl.constexpr(32)
 
 
 @triton.jit
@@ -76,7 +78,7 @@ def _attend_tile(
 def _short(
     q, k_pages, v_pages, table, starts, contexts, partial, peaks, masses, q_stride, table_stride, first_slot, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, SHORT: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Part of one split for COLUMNS tokens of one row and KV head: acc [tokens, heads, SPLITS, D] and its peak and mass."""
     # The long splits, which are the last, start first.
@@ -95,7 +97,6 @@ def _short(
     if (length > SHORT) | (first_token >= length) | (page * 64 >= end):
         return
     M: tl.constexpr = 32
-    TILE: tl.constexpr = 32
     m = tl.arange(0, M)
     d = tl.arange(0, BLOCK_D)
     token, head = first_token + m // GROUP, kv_head * GROUP + m % GROUP
@@ -122,11 +123,11 @@ def _short(
 @triton.jit
 def _join(
     partial, peaks, masses, starts, contexts, out,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, PART_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
     SHORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of one token and head, in order."""
-    column, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Add the parts of PART_D values of one token and head, in order."""
+    column, head, row = tl.program_id(0), tl.program_id(1) % HEADS, tl.program_id(2)
     start = tl.load(starts + row)
     length = tl.load(starts + row + 1) - start
     position = tl.load(contexts + row) + column
@@ -135,19 +136,19 @@ def _join(
         gdc_wait()
     if (length > SHORT) | (column >= length):
         return
-    d = tl.arange(0, BLOCK_D)
+    d = tl.program_id(1) // HEADS * PART_D + tl.arange(0, PART_D)
     where = ((start + column).to(tl.int64) * HEADS + head) * SPLITS
     # Splits that start beyond the token hold nothing for it.
-    split = tl.arange(0, BLOCK_S)
-    real = (split < SPLITS) & (_first_page(split) * 64 <= position)
-    part_peak = tl.load(peaks + where + split, mask=real, other=float("-inf"))
-    part_mass = tl.load(masses + where + split, mask=real, other=0.0)
+    each = tl.arange(0, BLOCK_S)
+    used = (each < SPLITS) & (_first_page(each) * 64 <= position)
+    part_peak = tl.load(peaks + where + each, mask=used, other=float("-inf"))
+    part_mass = tl.load(masses + where + each, mask=used, other=0.0)
     top = tl.max(part_peak)
     base = tl.where(top == float("-inf"), 0.0, top)
     mass = tl.sum(part_mass * tl.exp2(part_peak - base))
-    S: tl.constexpr = 16
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, tl.sum(real.to(tl.int32)), S):
+    S: tl.constexpr = 64
+    acc = tl.zeros([PART_D], tl.float32)
+    for first in range(0, tl.sum(used.to(tl.int32)), S):
         split = first + tl.arange(0, S)
         real = (split < SPLITS) & (_first_page(split) * 64 <= position)
         weight = tl.exp2(tl.load(peaks + where + split, mask=real, other=float("-inf")) - base)
@@ -178,7 +179,9 @@ def _long(
     d = tl.arange(0, BLOCK_D)
     token, head = m // GROUP, kv_head * GROUP + m % GROUP
     inside = (token < length)[:, None] & (d < D)[None, :]
-    query = tl.load(q + (start + token).to(tl.int64)[:, None] * q_stride + head[:, None] * D + d[None, :], mask=inside, other=0.0)
+    query = tl.load(
+        q + (start + token).to(tl.int64)[:, None] * q_stride + head[:, None] * D + d[None, :], mask=inside, other=0.0
+    )
     position = context + token
     end = tl.minimum(context + (block * M + M - 1) // GROUP + 1, context + length)
     acc = tl.zeros([M, BLOCK_D], tl.float32)
@@ -239,11 +242,12 @@ def _attend_short(
     _short[(parts, kv_heads * triton.cdiv(longest, columns), rows.rows)](
         q, pages.k, pages.v, rows.block_table, rows.starts, rows.contexts, partial, peaks, masses, q.stride(0),
         rows.block_table.stride(0), first_slot, scale,
-        KV_HEADS=kv_heads, GROUP=group, COLUMNS=columns, SPLITS=parts, PDL=pdl, num_warps=4, num_stages=3,
-        launch_pdl=pdl, **shape,
+        KV_HEADS=kv_heads, GROUP=group, COLUMNS=columns, SPLITS=parts, TILE=_TILE, PDL=pdl,
+        num_warps=_WARPS, num_stages=_STAGES, launch_pdl=pdl, **shape,
     )  # fmt: skip
-    shape.pop("WIDE")
-    _join[(longest, heads, rows.rows)](
+    part_d = 32
+    _join[(longest, heads * triton.cdiv(size, part_d), rows.rows)](
         partial, peaks, masses, rows.starts, rows.contexts, out,
-        HEADS=heads, SPLITS=parts, BLOCK_S=triton.next_power_of_2(parts), PDL=pdl, num_warps=4, launch_pdl=pdl, **shape,
+        HEADS=heads, D=size, PART_D=part_d, SPLITS=parts, BLOCK_S=triton.next_power_of_2(parts), SHORT=SHORT, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

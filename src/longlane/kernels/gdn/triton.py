@@ -15,11 +15,12 @@ from longlane.kernels.gdn.record import Record
 from longlane.kernels.launch import properties
 from longlane.kernels.ragged import Ragged
 
-# Longest row that runs token by token when it advances the state.
+# Longest row that runs token by token when it advances the state. So do all rows of heads narrower than a chunk: Triton 3.6
+# miscompiles the products of narrower tiles, as compute-sanitizer shows.
 SHORT = 16
 CHUNK = tl.constexpr(64)
-# Value rows of the state a program of the recurrence holds.
-_VALUES = 16
+# Value rows of the state that a program of the recurrence, one warp, holds: its sums never leave the warp.
+_VALUES = 8
 
 
 @triton.jit
@@ -113,11 +114,11 @@ def _column(
     return s + u[:, None] * k, q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["longest"])
 def _recurrence(
-    qkv, a, b, a_log, dt_bias, state, starts, contexts, slots, accepted, out, C, gate_stride,
+    qkv, a, b, a_log, dt_bias, state, starts, contexts, slots, accepted, out, C, gate_stride, longest,
     HV: tl.constexpr, REPEAT: tl.constexpr, DV: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
-    VALUES: tl.constexpr, ADVANCE: tl.constexpr, FOLD: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
+    VALUES: tl.constexpr, ADVANCE: tl.constexpr, FOLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """VALUES rows of one head's state over the tokens of one row. FOLD takes `accepted` tokens and writes no output."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -135,9 +136,8 @@ def _recurrence(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if ADVANCE and not FOLD:
-        if length > SHORT:
-            return
+    if length > longest:
+        return
     if FOLD:
         length = tl.load(accepted + row).to(tl.int32)
         if length == 0:
@@ -222,7 +222,9 @@ def _solve(
     keys = k.to(dtype)
     # Above the diagonal the exponent would be positive and could overflow.
     decay = tl.exp(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], 0.0))
-    seen = tl.where(r[:, None] >= r[None, :], tl.dot(q.to(dtype), tl.trans(keys), input_precision=PRECISION) * decay, 0.0)
+    seen = tl.where(
+        r[:, None] >= r[None, :], tl.dot(q.to(dtype), tl.trans(keys), input_precision=PRECISION) * decay, 0.0
+    )
     tl.store(scores + line[:, None] * CHUNK + r[None, :], seen.to(dtype), mask=real[:, None])
     lower = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * decay * beta[:, None]
     lower = tl.where(r[:, None] > r[None, :], lower, 0.0)
@@ -287,11 +289,11 @@ def causal_conv(x: Tensor, weight: Tensor, history: Tensor, rows: Ragged, *, adv
     assert history.is_contiguous() and weight.is_contiguous()
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
     pdl = properties(x).dependent_launch
-    block_t, block_c = (4, 256) if longest <= SHORT else (32, 128)
+    block_t, block_c, warps = (4, 64, 1) if longest <= SHORT else (16, 512, 8)
     assert block_t >= taps - 1, taps
     _causal_conv[(triton.cdiv(longest, block_t), triton.cdiv(channels, block_c), rows.rows)](
         x, weight, history, rows.starts, rows.contexts, rows.slots, out, x.stride(0), channels,
-        TAPS=taps, BLOCK_T=block_t, BLOCK_C=block_c, ADVANCE=advance, PDL=pdl, launch_pdl=pdl,
+        TAPS=taps, BLOCK_T=block_t, BLOCK_C=block_c, ADVANCE=advance, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -302,9 +304,11 @@ def delta_rule(
     value_heads, value_dim = state.shape[1:3]
     out = torch.empty(qkv.shape[0], value_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     lengths = rows.lengths()
-    if not advance or min(lengths) <= SHORT:
-        _recur(qkv, a, b, a_log, dt_bias, state, rows, out, rows.slots, advance=advance, fold=False)
-    if advance and max(lengths) > SHORT:
+    chunked = advance and max(lengths) > SHORT and min(state.shape[2:]) >= CHUNK.value
+    if not chunked or min(lengths) <= SHORT:
+        longest = SHORT if chunked else max(lengths)
+        _recur(qkv, a, b, a_log, dt_bias, state, rows, out, rows.slots, longest, advance=advance, fold=False)
+    if chunked:
         _chunked(qkv, a, b, a_log, dt_bias, state, rows, out)
     return out
 
@@ -312,7 +316,20 @@ def delta_rule(
 def fold(
     record: Record, accepted: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, history: Tensor, rows: Ragged
 ) -> None:
-    _recur(record.qkv, record.a, record.b, a_log, dt_bias, state, rows, record.qkv, accepted, advance=True, fold=True)
+    _recur(
+        record.qkv,
+        record.a,
+        record.b,
+        a_log,
+        dt_bias,
+        state,
+        rows,
+        record.qkv,
+        accepted,
+        SHORT,
+        advance=True,
+        fold=True,
+    )
     channels, taps = record.x.shape[1], history.shape[2] + 1
     _fold_history[(triton.cdiv(channels, 256), rows.rows)](
         record.x, history, rows.starts, rows.contexts, rows.slots, accepted, record.x.stride(0), channels,
@@ -331,14 +348,14 @@ def _heads(qkv: Tensor, state: Tensor) -> dict[str, int]:
 
 def _recur(
     qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, rows: Ragged, out: Tensor,
-    accepted: Tensor, *, advance: bool, fold: bool,
+    accepted: Tensor, longest: int, *, advance: bool, fold: bool,
 ) -> None:  # fmt: skip
     shape, pdl = _heads(qkv, state), properties(qkv).dependent_launch
     assert a.stride() == b.stride() and a.stride(1) == 1, (a.stride(), b.stride())
     _recurrence[(triton.cdiv(shape["DV"], _VALUES), shape["HV"], rows.rows)](
         qkv, a, b, a_log, dt_bias, state, rows.starts, rows.contexts, rows.slots, accepted, out, qkv.shape[1],
-        a.stride(0), VALUES=_VALUES, ADVANCE=advance, FOLD=fold, SHORT=SHORT, PDL=pdl,
-        num_warps=4, launch_pdl=pdl, **shape,
+        a.stride(0), longest, VALUES=_VALUES, ADVANCE=advance, FOLD=fold, PDL=pdl,
+        num_warps=1, launch_pdl=pdl, **shape,
     )  # fmt: skip
 
 

@@ -74,20 +74,29 @@ def _scale_copy_layout(cut, groups):
     spread = rest[:threads] + [[0, 0, 0]] * (threads - len(rest))
     lanes = [[0, 0, 2 * groups << i] for i in range(3)] + spread[:2]
     registers = [[0, 0, i] for i in _log(2 * groups)] + rest[threads:]
-    return gl.DistributedLinearLayout(
-        registers, lanes, spread[2:], [], [side * rows, split * blocks, 16 * groups]
-    )
+    return gl.DistributedLinearLayout(registers, lanes, spread[2:], [], [side * rows, split * blocks, 16 * groups])
 
 
 @gluon.constexpr_function
 def _column_layout(cut, columns):
-    """Activations [columns, 32 x blocks] as pairs: four consecutive pairs a lane in each half of a block."""
+    """Activations [columns, 64 x blocks]: eight consecutive values a lane in each half of a block."""
     split, side, blocks, _ = cut
-    registers = [[0, 1], [0, 2], [0, 16]] + [[8 * i, 0] for i in _log(columns // 8)]
-    registers += [[0, 32 * split * i] for i in _log(blocks)]
-    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
-    warps = [[0, 0] for _ in _log(side)] + [[0, 32 * i] for i in _log(split)]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [columns, 32 * split * blocks])
+    registers = [[0, 1], [0, 2], [0, 4], [0, 32]] + [[8 * i, 0] for i in _log(columns // 8)]
+    registers += [[0, 64 * split * i] for i in _log(blocks)]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    warps = [[0, 0] for _ in _log(side)] + [[0, 64 * i] for i in _log(split)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [columns, 64 * split * blocks])
+
+
+@gluon.constexpr_function
+def _column_copy_layout(cut, columns):
+    """The same array, 16 bytes a lane along a column."""
+    split, side, blocks, _ = cut
+    rest = [[0, 8 * i] for i in _log(8 * split * blocks)] + [[i, 0] for i in _log(columns)]
+    threads = 5 + len(_log(split * side))
+    spread = rest[:threads] + [[0, 0]] * (threads - len(rest))
+    registers = [[0, 1], [0, 2], [0, 4]] + rest[threads:]
+    return gl.DistributedLinearLayout(registers, spread[:5], spread[5:], [], [columns, 64 * split * blocks])
 
 
 @gluon.constexpr_function
@@ -101,8 +110,7 @@ def _matrix_layout(warps, row_blocks):
 
 
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-TWO, EIGHT = gl.constexpr((gl.bfloat16,) * 2), gl.constexpr((gl.bfloat16,) * 8)
-MOVE, MOVE_WIRES = gl.constexpr("mov.b32 $0, $2; mov.b32 $1, $3;"), gl.constexpr("=r,=r,r,r")
+EIGHT = gl.constexpr((gl.bfloat16,) * 8)
 ASSEMBLY = gl.constexpr(unpack.ASSEMBLY)
 CONSTRAINTS = gl.constexpr(unpack.CONSTRAINTS)
 
@@ -147,6 +155,16 @@ def _copy(stage, data, blocks, KIND: gl.constexpr, CUT: gl.constexpr):
 
 
 @gluon.jit
+def _copy_columns(target, x, x_stride, first, columns, CUT: gl.constexpr):
+    """Start copying columns [n, 64 x blocks] from value `first` on. What lies beyond the last column stays what it was: it
+    only reaches sums that nobody stores."""
+    LAYOUT: gl.constexpr = _column_copy_layout(CUT, target.shape[0])
+    column = gl.arange(0, target.shape[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    inner = first + gl.arange(0, target.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    async_copy.async_copy_global_to_shared(target, x + column * x_stride + inner, mask=column < columns)
+
+
+@gluon.jit
 def _read(stage, KIND: gl.constexpr, CUT: gl.constexpr):
     """(first words, second words, scales): the second are the extra ones of q5 and q6, the second plane of q8."""
     words, extra, scales = stage[0], stage[1], stage[2]
@@ -154,14 +172,17 @@ def _read(stage, KIND: gl.constexpr, CUT: gl.constexpr):
     if KIND == "bf16":
         DENSE: gl.constexpr = _dense_layout(CUT)
         first = words._reinterpret(gl.bfloat16, DENSE.shape, FLAT).load(DENSE)
-        return first, first, first
-    scale = scales.load(_scale_layout(CUT, 2 if KIND == "q8" else 1))
-    first = words.slice(0, 128, dim=2).load(LAYOUT)
-    if KIND == "q8":
-        return first, words.slice(128, 128, dim=2).load(LAYOUT), scale
-    if KIND == "q4":
-        return first, first, scale
-    return first, extra.load(LAYOUT), scale
+        second = first
+        scale = first
+    else:
+        scale = scales.load(_scale_layout(CUT, 2 if KIND == "q8" else 1))
+        first = words.slice(0, 128, dim=2).load(LAYOUT)
+        second = first
+        if KIND == "q8":
+            second = words.slice(128, 128, dim=2).load(LAYOUT)
+        if KIND == "q5" or KIND == "q6":
+            second = extra.load(LAYOUT)
+    return first, second, scale
 
 
 @gluon.jit
@@ -192,7 +213,9 @@ def _left(first, second, KIND: gl.constexpr, SIDE: gl.constexpr, mma: gl.constex
         # side, R, B, g, t, b, kp, r8, kh, kt
         values = _unpack(first, second, KIND).reshape([SIDE, R, B, 8, 4, 2, 2, 2, 2, 2])
         values = values.permute(2, 1, 0, 7, 3, 5, 9, 8, 4, 6)
-    return gl.convert_layout(values.reshape([B, R * SIDE * 16, 64]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+    return gl.convert_layout(
+        values.reshape([B, R * SIDE * 16, 64]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
+    )
 
 
 @gluon.jit
@@ -223,20 +246,34 @@ def _row_halves(x):
 
 
 @gluon.jit
-def _add_blocks(total, sums, scale, W: gl.constexpr, J: gl.constexpr, mma: gl.constexpr):
-    """total [W, rows, n] + scale [W J, rows] * sums [W J, rows, n], blocks in order."""
-    ROWS_: gl.constexpr = sums.shape[1]
-    N: gl.constexpr = sums.shape[2]
+def _early_late(x, LAYOUT: gl.constexpr):
+    """The two halves of the first axis, [2 k, ...] -> 2 of [k, ...] in LAYOUT."""
+    HALF: gl.constexpr = x.shape[0] // 2
+    ROWS_: gl.constexpr = x.shape[1]
+    if len(x.shape) == 3:
+        early, late = x.reshape([2, HALF, ROWS_, x.shape[2]]).permute(1, 2, 3, 0).split()
+    else:
+        early, late = x.reshape([2, HALF, ROWS_]).permute(1, 2, 0).split()
+    return gl.convert_layout(early, LAYOUT, assert_trivial=True), gl.convert_layout(late, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _add_blocks(total, sums, scale, more_sums, more_scale, TWO: gl.constexpr, J: gl.constexpr, mma: gl.constexpr):
+    """total [W, rows, n] + scale [W J, rows] * sums [W J, rows, n], block by block; with TWO, a block's second group follows
+    its first. One multiply-add a group, so that the bits do not depend on J."""
     if J == 1:
-        return total + sums * scale[:, :, None]
-    low, high = sums.reshape([2, J // 2 * W, ROWS_, N]).permute(1, 2, 3, 0).split()
-    low_scale, high_scale = scale.reshape([2, J // 2 * W, ROWS_]).permute(1, 2, 0).split()
-    low = gl.convert_layout(low, mma, assert_trivial=True)
-    high = gl.convert_layout(high, mma, assert_trivial=True)
-    low_scale = gl.convert_layout(low_scale, gl.SliceLayout(2, mma), assert_trivial=True)
-    high_scale = gl.convert_layout(high_scale, gl.SliceLayout(2, mma), assert_trivial=True)
-    total = _add_blocks(total, low, low_scale, W, J // 2, mma)
-    return _add_blocks(total, high, high_scale, W, J // 2, mma)
+        total = total + sums * scale[:, :, None]
+        if TWO:
+            total = total + more_sums * more_scale[:, :, None]
+    else:
+        ROW: gl.constexpr = gl.SliceLayout(2, mma)
+        early, late = _early_late(sums, mma)
+        early_scale, late_scale = _early_late(scale, ROW)
+        more_early, more_late = _early_late(more_sums, mma)
+        more_early_scale, more_late_scale = _early_late(more_scale, ROW)
+        total = _add_blocks(total, early, early_scale, more_early, more_early_scale, TWO, J // 2, mma)
+        total = _add_blocks(total, late, late_scale, more_late, more_late_scale, TWO, J // 2, mma)
+    return total
 
 
 @gluon.jit
@@ -252,12 +289,8 @@ def _accumulate(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     ROW: gl.constexpr = gl.SliceLayout(2, mma)
     left = _left(first, second, KIND, SIDE, mma)
-    # Two pairs in, two pairs out: only the names of the elements change.
-    even, odd = gl.inline_asm_elementwise(
-        MOVE, MOVE_WIRES, [x], dtype=TWO, is_pure=True, pack=2
-    )
-    # n, B, b, t, kt, kp, kh
-    right = gl.join(even, odd).reshape([n, B, 2, 4, 2, 2, 2]).permute(1, 2, 4, 6, 3, 5, 0).reshape([B, 64, n])
+    # n, B, b, t, kt, kh, kp
+    right = x.reshape([n, B, 2, 4, 2, 2, 2]).permute(1, 2, 4, 5, 3, 6, 0).reshape([B, 64, n])
     right = gl.convert_layout(right, RIGHT, assert_trivial=True)
     zeros = gl.zeros([B, HEIGHT, n], gl.float32, layout=mma)
     if KIND == "q8":
@@ -276,14 +309,15 @@ def _accumulate(
             gl.convert_layout(right_high, RIGHT, assert_trivial=True),
             zeros,
         )
-        sums = low * low_scale[:, :, None] + high * high_scale[:, :, None]
-        ones = gl.full([B, HEIGHT], 1.0, gl.float32, layout=ROW)
-        return _add_blocks(total, sums, ones, W, J, mma)
-    if KIND == "bf16":
-        ones = gl.full([B, HEIGHT], 1.0, gl.float32, layout=ROW)
-        return _add_blocks(total, mma_v2(left, right, zeros), ones, W, J, mma)
-    row_scale = gl.convert_layout(_row_scales(scale, 1, SIDE, mma).reshape([B, HEIGHT]), ROW, assert_trivial=True)
-    return _add_blocks(total, mma_v2(left, right, zeros), row_scale, W, J, mma)
+        total = _add_blocks(total, low, low_scale, high, high_scale, True, J, mma)
+    else:
+        sums = mma_v2(left, right, zeros)
+        row_scale = gl.full([B, HEIGHT], 1.0, gl.float32, layout=ROW)
+        if KIND != "bf16":
+            row_scale = _row_scales(scale, 1, SIDE, mma).reshape([B, HEIGHT])
+            row_scale = gl.convert_layout(row_scale, ROW, assert_trivial=True)
+        total = _add_blocks(total, sums, row_scale, sums, row_scale, False, J, mma)
+    return total
 
 
 @gluon.jit
@@ -312,36 +346,35 @@ def _stream(
         gl.allocate_shared_memory(EXTRA, [STAGES, ROW_BLOCKS, B, EXTRA_SIZE], FLAT),
         gl.allocate_shared_memory(gl.float16, [STAGES, ROW_BLOCKS, B, 32 if KIND == "q8" else 16], FLAT),
     )
-    data += gl.program_id(0).to(gl.int64) * ROW_BLOCKS * blocks * SIZE
-    X: gl.constexpr = _column_layout(CUT, n)
+    # Odd columns swap their 64-byte halves, so that a quarter warp reads all banks once.
+    right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, n, B * 64], gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
     first_column = gl.program_id(1) * n
-    column = first_column + gl.arange(0, n, layout=gl.SliceLayout(1, X))[:, None]
-    x_pairs = x.to(gl.pointer_type(gl.int32), bitcast=True) + column * (x_stride // 2)
-    x_pairs += gl.arange(0, B * 32, layout=gl.SliceLayout(0, X))[None, :]
-    live = column < columns
+    x += first_column * x_stride
+    columns -= first_column
+    data += gl.program_id(0).to(gl.int64) * ROW_BLOCKS * blocks * SIZE
     if PDL:
         gdc_launch_dependents()
     for step in gl.static_range(STAGES - 1):
         if step * B < blocks:
             _copy(_stage(buffers, step), data + step * B * SIZE, blocks, KIND, CUT)
-        async_copy.commit_group()
     if PDL:
         # Weights never change: they are on their way before the kernel that makes x has ended.
         gdc_wait()
+    for step in gl.static_range(STAGES - 1):
+        if step * B < blocks:
+            _copy_columns(right.index(step), x, x_stride, step * B * 64, columns, CUT)
+        async_copy.commit_group()
     total = gl.zeros([SPLIT, ROW_BLOCKS * 16, n], gl.float32, layout=mma)
-    values = gl.load(x_pairs, mask=live, other=0)
     for step in range(0, blocks // B):
         async_copy.wait_group(STAGES - 2)
         first, second, scale = _read(_stage(buffers, step % STAGES), KIND, CUT)
+        values = right.index(step % STAGES).load(_column_layout(CUT, n))
         ahead = step + STAGES - 1
         if ahead * B < blocks:
             _copy(_stage(buffers, ahead % STAGES), data + ahead * B * SIZE, blocks, KIND, CUT)
+            _copy_columns(right.index(ahead % STAGES), x, x_stride, ahead * B * 64, columns, CUT)
         async_copy.commit_group()
-        # Loaded a step before its use: nothing in the loop waits for global memory.
-        x_pairs += B * 32
-        coming = gl.load(x_pairs, mask=live & (step * B + B < blocks), other=0)
         total = _accumulate(total, first, second, scale, values, KIND, SIDE, J, mma)
-        values = coming
 
     sums = gl.sum(total, axis=0)
     OWN: gl.constexpr = R // 2 if PAIRED else R
@@ -353,8 +386,8 @@ def _stream(
     tile = gl.arange(0, OWN * SIDE * 16, layout=gl.SliceLayout(1, OUT))[:, None]
     row_block = gl.program_id(0) * OWN * SIDE + tile // 16 % SIDE * OWN + tile // (16 * SIDE)
     row = row_block * 16 + tile % 16
-    column = first_column + gl.arange(0, n, layout=gl.SliceLayout(0, OUT))[None, :]
-    target = out + column * out_stride + row
+    column = gl.arange(0, n, layout=gl.SliceLayout(0, OUT))[None, :]
+    target = out + (first_column + column) * out_stride + row
     gl.store(target, sums.to(gl.bfloat16), mask=(column < columns) & (row < N))
 
 
@@ -367,14 +400,15 @@ def _load(data, blocks, KIND: gl.constexpr, W: gl.constexpr):
     first = gl.load(data + _offsets(layout, blocks * SIZE, SIZE))
     halves = (data + _entry(SCALES, KIND)).to(gl.pointer_type(gl.float16), bitcast=True)
     scale = gl.load(halves + _offsets(_scale_layout(CUT, 2 if KIND == "q8" else 1), blocks * (2 * SIZE), 2 * SIZE))
-    if KIND == "q4":
-        return first, first, scale
+    second = first
     if KIND == "q8":
-        return first, gl.load(data + 128 + _offsets(layout, blocks * SIZE, SIZE)), scale
-    BYTES: gl.constexpr = 4 if KIND == "q5" else 2
-    EXTRA: gl.constexpr = gl.int8 if KIND == "q5" else gl.int16
-    rest = (data + 128).to(gl.pointer_type(EXTRA), bitcast=True)
-    return first, gl.load(rest + _offsets(layout, blocks * (BYTES * SIZE), BYTES * SIZE)), scale
+        second = gl.load(data + 128 + _offsets(layout, blocks * SIZE, SIZE))
+    if KIND == "q5" or KIND == "q6":
+        BYTES: gl.constexpr = 4 if KIND == "q5" else 2
+        EXTRA: gl.constexpr = gl.int8 if KIND == "q5" else gl.int16
+        rest = (data + 128).to(gl.pointer_type(EXTRA), bitcast=True)
+        second = gl.load(rest + _offsets(layout, blocks * (BYTES * SIZE), BYTES * SIZE))
+    return first, second, scale
 
 
 @gluon.jit
@@ -406,7 +440,8 @@ def _expand(data, out, N, K, blocks, KIND: gl.constexpr, W: gl.constexpr, PAIRED
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How `_stream` cuts a matrix. `split` warps share the blocks of a row, and with them fix the order of its sum; the rest
-    is speed alone: `side` warps stand side by side, a warp takes `row_blocks` x `blocks` a step, `stages` steps are in flight."""
+    is speed alone: `side` warps stand side by side, a warp takes `row_blocks` x `blocks` a step, `stages` steps are in
+    flight."""
 
     split: int
     side: int
@@ -415,11 +450,22 @@ class Plan:
     stages: int
 
 
+# Warps that share the blocks of a row: a constant, because it fixes the bits of every column.
+SPLIT = 4
+
+
 def plan(tiles: Tiles, columns: int) -> Plan:
-    """`split` depends on the matrix alone, never on the number of columns."""
-    split = 8 if tiles.data.shape[0] < 512 else 4
-    blocks = 2 if columns <= 16 and tiles.blocks % (2 * split) == 0 else 1
-    return Plan(split, 1, blocks, 2 if tiles.paired or tiles.data.shape[0] >= 512 else 1, 4)
+    """Cuts that were fastest on an H200 (`bench/results/log.md`); none needs more than 99 KB of shared memory."""
+    row_blocks, wide = tiles.data.shape[0], columns > 8
+    if tiles.paired or columns > 16:
+        blocks, rows = 1, 2 if tiles.paired else 1
+    elif row_blocks < 512:
+        blocks, rows = 2, 1
+    elif row_blocks < 4096:
+        blocks, rows = 2, 2
+    else:
+        blocks, rows = (1, 2) if wide else (2, 1)
+    return Plan(SPLIT, 1, blocks, rows, 3 if row_blocks < 512 and not wide else 4)
 
 
 def linear(x: Tensor, tiles: Tiles, out: Tensor | None = None) -> Tensor:

@@ -94,7 +94,9 @@ def _qk_norm_rope(
 
 
 @triton.jit
-def _gate(x, gate, out, x_stride, gate_stride, gate_step, D, SWIGLU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gate(
+    x, gate, out, x_stride, gate_stride, gate_step, D, SWIGLU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """x * sigmoid(gate), or SiLU(gate) * x, one block of one row a program."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -183,7 +185,16 @@ def _gated(x: Tensor, gate: Tensor, *, swiglu: bool) -> Tensor:
     gate = gate.expand_as(x)
     out, pdl = empty(rows, size, dtype=x.dtype, device=x.device), properties(x).dependent_launch
     _gate[(rows, triton.cdiv(size, _BLOCK))](
-        x, gate, out, x.stride(0), gate.stride(0), gate.stride(1), size,
-        SWIGLU=swiglu, BLOCK=_BLOCK, PDL=pdl, launch_pdl=pdl,
+        x,
+        gate,
+        out,
+        x.stride(0),
+        gate.stride(0),
+        gate.stride(1),
+        size,
+        SWIGLU=swiglu,
+        BLOCK=_BLOCK,
+        PDL=pdl,
+        launch_pdl=pdl,
     )
     return out

@@ -1,0 +1,78 @@
+"""Every Triton and Gluon kernel compiles for the cards we promise and stays within their shared memory. In a process of its
+own, since the interpreter that other tests choose is chosen for good."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+import torch
+from longlane.kernels.attention import triton as attention
+from longlane.kernels.gdn import Record
+from longlane.kernels.gdn import triton as gdn
+from longlane.kernels.kv_codec import triton as kv_codec
+from longlane.kernels.kv_codec.pages import KVPages
+from longlane.kernels.launch import DeviceProperties
+from longlane.kernels.linear import tiles, triton as linear
+from longlane.kernels.norm_rope import triton as norm_rope
+from support.compile_only import compiling
+from support.rows import make_rows
+
+major, minor, shared = map(int, sys.argv[1:])
+card = DeviceProperties(sms=66, shared_bytes=shared << 10, capability=(major, minor))
+bf16 = torch.bfloat16
+
+
+def zeros(*shape, dtype=bf16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+with compiling(card, [attention, gdn, kv_codec, linear, norm_rope]) as compiled:
+    for kind in ("q4", "q5", "q6", "q8", "bf16"):
+        for n, k, paired in ((5120, 6144, False), (34816, 5120, True)):
+            data = torch.empty(n // 16, k // 64, tiles.BLOCK[kind], dtype=torch.int32, device="meta")
+            for columns in (4, 12, 20):
+                cut = linear.plan(tiles.Tiles(kind, (n, k), data, paired), columns)
+                small = torch.zeros(cut.row_blocks * cut.side, k // 64, tiles.BLOCK[kind], dtype=torch.int32)
+                linear.stream(zeros(columns, k), tiles.Tiles(kind, (16 * len(small), k), small, paired), cut)
+        if kind != "bf16":
+            linear.expand(tiles.Tiles(kind, (16, 512), torch.zeros(1, 8, tiles.BLOCK[kind], dtype=torch.int32)))
+    weight = torch.ones(256)
+    for lengths, context in (((1, 1), (0, 70)), ((4, 4), (9, 9)), ((70,), (5,))):
+        rows = make_rows(lengths, context)
+        n = rows.tokens
+        pages = KVPages("bf16", zeros(20, 4, 64, 256), zeros(20, 4, 64, 256))
+        kv_codec.append(pages, zeros(n, 4, 256), zeros(n, 4, 256), rows)
+        attention.attend(zeros(n, 24, 256), pages, rows, scale=0.1)
+        record = Record(zeros(n, 10240), zeros(n, 10240), zeros(n, 48), zeros(n, 48))
+        gates = (record.a, record.b, torch.zeros(48), torch.zeros(48))
+        state, history = torch.zeros(4, 48, 128, 128), zeros(4, 10240, 3)
+        for advance in (True, False):
+            gdn.causal_conv(record.x, torch.zeros(4, 10240), history, rows, advance=advance)
+            gdn.delta_rule(record.qkv, *gates, state, rows, advance=advance)
+        gdn.fold(record, torch.ones(rows.rows, dtype=torch.int32), *gates[2:], state, history, rows)
+        norm_rope.rms_norm(zeros(n, 5120), torch.ones(5120), 1e-6)
+        norm_rope.add_rms_norm(zeros(n, 5120), zeros(n, 5120), torch.ones(5120), 1e-6)
+        norm_rope.gated_rms_norm(zeros(n, 48, 128), zeros(n, 48, 128), torch.ones(128), 1e-6)
+        angle = torch.zeros(n, 32)
+        norm_rope.qk_norm_rope(zeros(n, 24, 256), zeros(n, 4, 256), angle, angle, weight, weight, 1e-6)
+        norm_rope.swiglu(zeros(n, 512))
+        norm_rope.sigmoid_gate(zeros(n, 512), zeros(n, 512))
+for kernel in compiled:
+    print(kernel.metadata.name, kernel.metadata.shared)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("major", "minor", "shared"), [(8, 0, 163), (8, 6, 99), (8, 9, 99), (9, 0, 227), (12, 0, 99)], ids=str
+)
+def test_compiles(major: int, minor: int, shared: int) -> None:
+    arguments = [sys.executable, "-c", PROGRAM, str(major), str(minor), str(shared)]
+    environment = {"PYTHONPATH": "tests:src", "PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "_stream" in done.stdout
