@@ -26,22 +26,25 @@ def plan(
     ] = None,
     geometry: Annotated[str | None, typer.Option(help=f"Instead of a model: {', '.join(GEOMETRIES)}.")] = None,
     vram: Annotated[str, typer.Option(help="Device memory, for instance 32760MiB or 24GiB.")] = "24GiB",
-    weights: Annotated[str, typer.Option(help="Weights of a geometry or directory: groupwise-int, int8 or bf16.")] = (
-        "groupwise-int"
-    ),
+    weights: Annotated[
+        str | None,
+        typer.Option(help="groupwise-int, int8 or bf16; default of a geometry the first, of a directory the last."),
+    ] = None,
     kv_dtype: Annotated[str, typer.Option(help="Format of keys and values.")] = "bf16",
     max_concurrency: Annotated[int, typer.Option(help="Lanes, 1 to 16.")] = 1,
     max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and answer; default 8192.")] = None,
     kv_capacity: Annotated[str, typer.Option(help="Tokens in the KV pool, or auto: what fits.")] = "auto",
     device_state_slots: Annotated[
-        int | None, typer.Option(help="State images beside the lanes'; default as lanes.")
-    ] = (None),
-    prefill_chunk: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 1024,
+        int | None, typer.Option(help="State images beside the lanes'; default as lanes.", min=0)
+    ] = None,
+    prefill_chunk: Annotated[int, typer.Option(help="Tokens of a prefill step.", min=1)] = 1024,
     spec: Annotated[SpecMode, typer.Option(help="Speculative decoding.")] = "off",
     draft_tokens: Annotated[int | None, typer.Option(help="Most drafts a round; default what --spec can.")] = None,
     lm_head_draft: Annotated[bool, typer.Option("--lm-head-draft", help="Load the reduced proposal head.")] = False,
     vision: Annotated[bool, typer.Option("--vision", help="Load the vision tower.")] = False,
-    vision_max_tokens: Annotated[int | None, typer.Option(help="Image tokens a request, implies --vision.")] = None,
+    vision_max_tokens: Annotated[
+        int | None, typer.Option(help="Image tokens a request, implies --vision.", min=1)
+    ] = None,
     no_cuda_graph: Annotated[bool, typer.Option("--no-cuda-graph", help="No captured decode graphs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -77,7 +80,7 @@ def plan(
 
 def parse_size(text: str) -> int:
     """Bytes of "32760MiB", "24GiB", "80GB" or a plain number. Raises ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].upper() not in UNITS:
         raise ConfigError(f"--vram {text!r} is not a size; write for instance 32760MiB, 24GiB or a number of bytes")
     return int(float(found[1]) * UNITS[found[2].upper()])
@@ -101,18 +104,25 @@ def _config(model: str | None, geometry: str | None) -> tuple[dict[str, Any], Pa
     return open_resources(path).config, path
 
 
-def _weights(config: dict[str, Any], path: Path | None, sections: list[Section], mode: str) -> dict[str, int]:
+def _weights(config: dict[str, Any], path: Path | None, sections: list[Section], mode: str | None) -> dict[str, int]:
     """Bytes by part: what a file holds, else what the inventory of its configuration adds up to."""
     if path is None or path.is_dir():
+        # As `serve` loads a directory that nothing was said about.
+        mode = mode or ("bf16" if path else "groupwise-int")
         if mode not in ("groupwise-int", "int8", "bf16"):
             raise ConfigError(f"--weights {mode} is not known; one of groupwise-int, int8, bf16")
         return {part: tensor_bytes(config, [part], weights=mode) for part in sections}
+    if mode:
+        raise ConfigError(f"{path} keeps the formats it was made with; leave out --weights, or name its directory")
     held: dict[str, int] = dict.fromkeys(sections, 0)
     with Artifact.open(path) as artifact:
-        for entry in artifact.objects.values():
-            part = "draft_head" if entry.name.startswith("text/draft_head") else entry.name.partition("/")[0]
-            if entry.kind == "tensor" and part in held:
-                held[part] += entry.bytes
+        owner: dict[str, str] = {}
+        for name, parts in artifact.parameters.items():
+            section = "draft_head" if name.startswith("text/draft_head") else name.partition("/")[0]
+            owner |= {part.object: section for part in parts}
+        for object, section in owner.items():
+            if section in held:
+                held[section] += artifact.objects[object].bytes
     if missing := [part for part, size in held.items() if not size]:
         raise ConfigError(f"{path} holds no {missing[0]} tensors; leave out the flag that asks for them")
     return held

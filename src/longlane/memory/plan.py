@@ -11,7 +11,7 @@ from typing import Any
 
 from longlane.config import SpecMode
 from longlane.errors import PlanError
-from longlane.kernels.kv_codec.layout import CODECS, vector_bytes
+from longlane.kernels.kv_codec.layout import CODECS, GROUP, divides, vector_bytes
 from longlane.types import CacheSpec, MemoryPlan, Pool
 
 PAGE = 64
@@ -169,6 +169,11 @@ def make_plan(req: PlanRequest) -> MemoryPlan:
 def _check(req: PlanRequest) -> None:
     if req.kv_dtype not in CODECS:
         raise PlanError(f"--kv-dtype {req.kv_dtype} is not known; one of {', '.join(CODECS)}")
+    if not divides(req.kv_dtype, req.spec.head_dim):
+        raise PlanError(
+            f"--kv-dtype {req.kv_dtype} needs heads of a multiple of {GROUP} values, the model's have "
+            f"{req.spec.head_dim}; use bf16 or float32"
+        )
     if not 1 <= req.lanes <= 16:
         raise PlanError(f"--max-concurrency {req.lanes} is outside 1 to 16")
     if req.max_context < 1:
@@ -192,7 +197,8 @@ def _refusal(req: PlanRequest, pools: list[Pool], fits: int, least: int) -> str:
         )
     need = f"{least * PAGE:,} tokens at {page // PAGE:,} B each are {(least + 1) * page / GIB:.2f} GiB"
     cures = [_shrunk(req, fits)]
-    for codec in sorted(CODECS, key=lambda c: -page_bytes(req.spec, c)):
+    usable = [codec for codec in CODECS if divides(codec, req.spec.head_dim)]
+    for codec in sorted(usable, key=lambda c: -page_bytes(req.spec, c)):
         size = page_bytes(req.spec, codec)
         if size < page and left // size - 1 >= least:
             cures.append(f"--kv-dtype {codec}")

@@ -1,11 +1,15 @@
 """`longlane plan` as a user calls it."""
 
 import json
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from longlane.artifact.container import Artifact
+from longlane.artifact.convert import Options, convert
+from longlane.artifact.locate import find
 from longlane.cli.plan import parse_size, plan
 from longlane.errors import ConfigError
 
@@ -78,12 +82,33 @@ def test_what_cannot_be_is_one_line(app: typer.Typer, command: str, match: str) 
     assert "\n" not in str(result.exception)
 
 
+@pytest.mark.parametrize("flag", ["--prefill-chunk 0", "--device-state-slots -1", "--vision-max-tokens -3"])
+def test_counts_have_a_range(app: typer.Typer, flag: str) -> None:
+    result = CliRunner().invoke(app, ["--geometry", "qwen3.8-27b", *flag.split()])
+    assert result.exit_code == 2
+    assert flag.split(maxsplit=1)[0] in result.output
+
+
+def test_weights_are_those_that_serve_would_load(app: typer.Typer, tmp_path: Path) -> None:
+    def weights(command: str) -> int:
+        return next(p["bytes"] for p in run(app, f"{command} --json")["pools"] if p["name"] == "weights: text")  # type: ignore[attr-defined]
+
+    artifact = tmp_path / "tiny.ninfer"
+    convert(find("tiny"), artifact, Options(weights="int8"), quiet=True)
+    assert weights("tiny") == weights("tiny --weights bf16") > weights("tiny --weights int8") > 0
+    with Artifact.open(artifact) as opened:
+        held = [entry.bytes for name, entry in opened.objects.items() if name.startswith("text/")]
+    assert weights(str(artifact)) == sum(held)
+    refused = CliRunner().invoke(app, [str(artifact), "--weights", "int8"])
+    assert "keeps the formats it was made with" in str(refused.exception)
+
+
 @pytest.mark.parametrize(("text", "size"), [("1KiB", 1024), ("2 GB", 2 * 10**9), ("1.5MiB", 3 << 19), ("77", 77)])
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "3 parsecs", "1e9"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "3 parsecs", "1e9", "9" * 400])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
         parse_size(text)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,6 +138,15 @@ def test_a_refusal_names_the_bound_and_its_cure_fits() -> None:
     codec = re.search(r"--kv-dtype (\S+)", caught.value.message)
     assert codec is not None
     assert make_plan(request(device_bytes=24 * GIB, kv_dtype=codec[1])).kv_tokens >= 262144
+
+
+def test_heads_that_no_coded_format_divides_are_not_advised_one() -> None:
+    narrow = msgspec.structs.replace(QWEN_27B, head_dim=80)
+    with pytest.raises(PlanError, match="--kv-dtype int8 needs heads of a multiple of 64 values, the model's have 80"):
+        make_plan(request(spec=narrow, kv_dtype="int8"))
+    with pytest.raises(PlanError, match="KV pool") as caught:
+        make_plan(request(spec=narrow, kv_dtype="float32", device_bytes=24 * GIB))
+    assert re.findall(r"--kv-dtype (\S+)", caught.value.message) in ([], ["bf16"])
 
 
 def test_weights_that_do_not_fit_are_named() -> None:

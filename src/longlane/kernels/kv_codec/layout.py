@@ -16,12 +16,17 @@ CODE_BITS = {
 CODECS = (*RAW_BYTES, *CODE_BITS)
 
 
+def divides(codec: str, head_dim: int) -> bool:
+    """Whether a head has whole groups of what the codec scales together."""
+    return codec in RAW_BYTES or head_dim % GROUP == 0
+
+
 def vector_bytes(codec: str, head_dim: int) -> tuple[int, int]:
     """Bytes of K and of V for one token and one KV head, scales included. Source: `docs/kv-codecs.md`."""
     if codec in RAW_BYTES:
         size = RAW_BYTES[codec] * head_dim
         return size, size
-    assert head_dim % GROUP == 0, f"coded KV needs a head of whole groups of {GROUP}, got {head_dim}"
+    assert divides(codec, head_dim), f"coded KV needs a head of whole groups of {GROUP}, got {head_dim}"
     # fp8 scales a whole row, all others groups of 64.
     scales = 2 if codec == "fp8" else 2 * (head_dim // GROUP)
     k_bits, v_bits = CODE_BITS[codec]
