@@ -17,6 +17,7 @@ from longlane.api.usage import timings
 from longlane.cli.options import pick, takes
 from longlane.cli.session import LoadingBars, open_session
 from longlane.config import EngineConfig, ServerConfig
+from longlane.errors import LonglaneError
 
 T = TypeVar("T")
 
@@ -65,8 +66,15 @@ def chat(
         for question in [prompt] if prompt is not None else _questions():
             messages.append({"role": "user", "content": question})
             parts: list[str] = []
-            with contextlib.suppress(KeyboardInterrupt):
-                background.run(_answer(state, messages, parts))
+            try:
+                with contextlib.suppress(KeyboardInterrupt):
+                    background.run(_answer(state, messages, parts))
+            except LonglaneError as error:
+                if prompt is not None or state.engine.state == "dead":
+                    raise
+                console.print(f"longlane: {error.message}", markup=False)
+                messages.pop()
+                continue
             messages.append({"role": "assistant", "content": "".join(parts)})
 
 
