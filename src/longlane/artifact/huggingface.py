@@ -49,7 +49,7 @@ class Checkpoint:
     @property
     def side_files(self) -> list[Path]:
         """The configuration, the index, and what belongs to the tokenizer."""
-        return sorted(file for file in self.path.iterdir() if file.suffix in SIDE_FILES)
+        return sorted(file for file in self.path.iterdir() if file.suffix in SIDE_FILES and file.is_file())
 
     @property
     def weight_files(self) -> list[Path]:

