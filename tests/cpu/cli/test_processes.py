@@ -104,7 +104,7 @@ def test_one_answer_in_the_terminal(environment: dict[str, str]) -> None:
     )
 
 
-def test_a_conversation_in_which_an_answer_is_stopped(environment: dict[str, str]) -> None:
+def test_a_conversation_goes_on_after_a_stopped_answer_and_a_question_too_long(environment: dict[str, str]) -> None:
     command = [*LONGLANE, "chat", "tiny", *SMALL, "--no-thinking", "--greedy"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes) as chat:
@@ -113,7 +113,7 @@ def test_a_conversation_in_which_an_answer_is_stopped(environment: dict[str, str
             chat.stdin.flush()
             assert chat.stdout.read(8) == "> 1, 2, "
             os.killpg(chat.pid, signal.SIGINT)
-            out, _ = chat.communicate("Count from 1 to 9.\n", timeout=120)
+            out, _ = chat.communicate("word " * 20_000 + "\nCount from 1 to 9.\n", timeout=120)
         finally:
             chat.kill()
     assert "> 1, 2, 3, 4, 5, 6, 7, 8, 9\n" in out
