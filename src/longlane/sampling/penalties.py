@@ -14,15 +14,13 @@ class Penalties:
     counts [V] int32: generated tokens. seen [V] bool: prompt and generated tokens, for `repetition_penalty`.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, prompt: Iterable[int], generated: Iterable[int]):
+    def __init__(self, params: SamplingParams, vocab_size: int, prompt: Iterable[int]):
         self.params = params
         self.counts = torch.zeros(vocab_size, dtype=torch.int32)
         self.seen = torch.zeros(vocab_size, dtype=torch.bool)
         self.seen[torch.tensor(list(prompt), dtype=torch.int64)] = True
         self.bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
         self.bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
-        for token in generated:
-            self.push(token)
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:

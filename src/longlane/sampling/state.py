@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
 from torch import Tensor
 
 from longlane.errors import RequestError
@@ -12,15 +11,6 @@ from longlane.types import FinishReason, Request
 
 # Given the tokens generated so far: [V] bool of the tokens allowed next, or None for all.
 Mask = Callable[[Sequence[int]], Tensor | None]
-
-
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a paused request needs, besides its `Request`, to go on exactly where it was."""
-
-    generated: list[int]
-    thinking: ThinkingState | None
-    finish: FinishReason | None
-    stop_id: int | None
 
 
 class RowState:
@@ -42,7 +32,8 @@ class RowState:
         self.finish: FinishReason | None = None if request.max_tokens > 0 else "length"
         self.stop_id: int | None = None
         self.thinking = ThinkingState.start(request.thinking) if request.thinking else None
-        self.penalties = self._count()
+        needed = Penalties.needed(self.params)
+        self.penalties = Penalties(self.params, vocab_size, request.token_ids) if needed else None
 
     @property
     def position(self) -> int:
@@ -86,22 +77,6 @@ class RowState:
         elif self.remaining <= 0:
             self.finish = "length"
         return token
-
-    def snapshot(self) -> Snapshot:
-        thinking = msgspec.structs.replace(self.thinking) if self.thinking else None
-        return Snapshot(generated=list(self.generated), thinking=thinking, finish=self.finish, stop_id=self.stop_id)
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Go back (or forward) to a snapshot of the same request."""
-        self.generated = list(snapshot.generated)
-        self.thinking = msgspec.structs.replace(snapshot.thinking) if snapshot.thinking else None
-        self.finish, self.stop_id = snapshot.finish, snapshot.stop_id
-        self.penalties = self._count()
-
-    def _count(self) -> Penalties | None:
-        if not Penalties.needed(self.params):
-            return None
-        return Penalties(self.params, self.vocab_size, self.request.token_ids, self.generated)
 
 
 def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:

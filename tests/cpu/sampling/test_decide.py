@@ -224,24 +224,5 @@ def test_seed_and_position_decide_the_draw():
         assert decide(logits, [], RowState(request, VOCAB)).token_ids == [expected]
 
 
-@settings(max_examples=40, deadline=None)
-@given(request=requests, at=st.integers(0, 30))
-def test_snapshot_resumes_exactly(request, at):
-    model = ToyModel()
-    whole = answer(model, request)
-    row = RowState(request, VOCAB)
-    for _ in range(min(at, len(whole.row.generated))):
-        decide(model.columns([*request.token_ids, *row.generated], []), [], row)
-    snapshot = row.snapshot()
-    resumed = RowState(request, VOCAB)
-    resumed.restore(snapshot)
-    for state in (resumed, row):
-        while state.finish is None:
-            decide(model.columns([*request.token_ids, *state.generated], []), [], state)
-        assert state.snapshot() == whole.row.snapshot()
-    row.restore(snapshot)
-    assert row.snapshot() == snapshot
-
-
 def test_no_token_asked_for_is_finished_at_once():
     assert RowState(Request(id="r", token_ids=[0], max_tokens=0), VOCAB).finish == "length"

@@ -38,7 +38,9 @@ def test_penalties_equal_a_loop_over_tokens(prompt, generated, presence, frequen
         presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition, logit_bias=bias
     )
     logits = torch.linspace(-3, 3, VOCAB, dtype=torch.float64)
-    penalties = Penalties(params, VOCAB, prompt, generated)
+    penalties = Penalties(params, VOCAB, prompt)
+    for token in generated:
+        penalties.push(token)
     expected = oracle(logits.tolist(), params, prompt, generated)
     assert penalties.apply(logits).tolist() == pytest.approx(expected, abs=1e-12)
     assert logits.tolist() == torch.linspace(-3, 3, VOCAB, dtype=torch.float64).tolist()
