@@ -152,7 +152,7 @@ class Arena:
 
 def pin(memory: Tensor) -> None:
     """Register plain host memory for direct copies while it lives. Pinned allocators round up to a power of two."""
-    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
     if code := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
         raise PlanError(
             f"the host cannot pin {memory.nbytes / 2**30:.1f} GiB (CUDA error {code}); "

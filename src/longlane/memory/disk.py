@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from longlane.errors import ConfigError
 from longlane.memory.events import Ledger
 from longlane.memory.records import PageRecord, Record, Shelf, StateRecord
 
@@ -111,7 +112,7 @@ class Disk:
     """
 
     def __init__(self, root: Path, limit: int, model: bytes, ledger: Ledger | None = None) -> None:
-        """Raises `OSError` when `root` cannot be written to."""
+        """Raises `ConfigError` when `root` cannot be written to."""
         self._root = root
         self._limit = limit
         self._model = model
@@ -121,7 +122,12 @@ class Disk:
         self._writes: dict[bytes, tuple[Record, int, Future[None], Callable[[], None]]] = {}
         self._writer = ThreadPoolExecutor(1, "disk-write")
         self._reader = ThreadPoolExecutor(1, "disk-read")
-        root.mkdir(parents=True, exist_ok=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            (root / f"{os.getpid()}.probe").touch()
+            (root / f"{os.getpid()}.probe").unlink()
+        except OSError as error:
+            raise ConfigError(f"--disk-cache {root} cannot be written to: {error}; name a folder that can") from None
         self._scan()
 
     @property

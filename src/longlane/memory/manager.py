@@ -80,6 +80,7 @@ class Memory:
         tree: PrefixTree | None = None,
         mover: Mover | None = None,
         tiers: Tiers | None = None,
+        last_boundaries: int = LAST_BOUNDARIES,
     ) -> None:
         """Without a `tree` nothing outlives its request. With one, `mover` copies what a new request continues from.
         `tiers`, a watcher of the tree, holds what the device has no room for."""
@@ -91,6 +92,7 @@ class Memory:
         self._tree = tree or PrefixTree(pages, slots, stateful=False, page_bytes=1, slot_bytes=1)
         self._mover = mover
         self._tiers = tiers
+        self._last_boundaries = last_boundaries
         self._leases: dict[str, Lease] = {}
 
     @property
@@ -257,7 +259,11 @@ class Memory:
         if not self._tree.stateful or not self._reuse:
             return ()
         marks = sorted(mark for mark in boundaries if 0 < mark < prompt)
-        chosen = {*marks[:1], *marks[-LAST_BOUNDARIES:], *range(CHECKPOINT_INTERVAL, prompt, CHECKPOINT_INTERVAL)}
+        chosen = {
+            *marks[:1],
+            *marks[max(0, len(marks) - self._last_boundaries) :],
+            *range(CHECKPOINT_INTERVAL, prompt, CHECKPOINT_INTERVAL),
+        }
         return tuple(sorted(mark for mark in chosen if mark > cached))
 
     def grow(self, lease: Lease, length: int) -> bool:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from longlane.errors import ConfigError
 from longlane.memory.disk import Disk, fingerprint
 from longlane.memory.node import chain
 from longlane.memory.records import PageRecord, StateRecord
@@ -156,6 +157,12 @@ def test_a_file_under_another_s_name_is_not_used(tmp_path):
     disk = Disk(tmp_path, 1 << 20, MODEL)
     assert disk.shelf.states == {}
     disk.close()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--disk-cache .*file cannot be written to"):
+        Disk(tmp_path / "file", 1 << 20, MODEL)
 
 
 def test_a_full_disk_is_no_error(tmp_path, caplog):
