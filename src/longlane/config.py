@@ -16,7 +16,8 @@ class EngineConfig:
     """Everything the engine process needs. Field names are the flags of `longlane serve`, see `docs/flags.md`.
 
     `kv_capacity` None means auto: min(lanes x context, what fits). `device_state_slots` None means as many spare state
-    images as lanes. `dtype` auto is the fastest route of the device;
+    images as lanes. `host_kv_mib` None means 8192 beside a card and no host tier on the CPU; `host_state_slots` None
+    follows from the continuations and prefixes that are asked for. `dtype` auto is the fastest route of the device;
     float32 and float64 are the exact routes that tests compare.
     """
 
@@ -32,6 +33,14 @@ class EngineConfig:
     pending_timeout_ms: int = 30_000
     device_state_slots: int | None = None
     prefix_reuse: bool = True
+    host_kv_mib: int | None = None
+    host_state_slots: int | None = None
+    max_private_continuations: int | None = None
+    max_shared_prefixes: int | None = None
+    max_long_anchors_per_continuation: int = 2
+    auto_long_anchors: int = 4
+    disk_cache: Path | None = None
+    disk_cache_gib: int = 16
     prefill_chunk: int = 1024
     decode_floor: float = 0.5
     spec: SpecMode = "off"

@@ -38,6 +38,16 @@ HELP = {
         "State images beside the lanes', for prefixes to continue from. Default as lanes.", min=0
     ),
     "prefix_reuse": _option("Keep prefixes for later prompts.", "--prefix-reuse/--no-prefix-reuse"),
+    "host_kv_mib": _option("Host memory for pages that left the device; default 8192 beside a card, else 0.", min=0),
+    "host_state_slots": _option("State images in host memory; default by the three flags below.", min=0),
+    "max_private_continuations": _option("Conversations to hold states for on the host; default 2 a lane.", min=0),
+    "max_shared_prefixes": _option(
+        "Shared prefixes to hold states for on the host; default one a lane, at least 4.", min=0
+    ),
+    "max_long_anchors_per_continuation": _option("States inside a long history to hold on the host.", min=0),
+    "auto_long_anchors": _option("Keep a state at so many of a prompt's last message ends; 0 at none.", min=0),
+    "disk_cache": _option("Folder for prefixes that survive a restart."),
+    "disk_cache_gib": _option("Most disk space of this model in it.", min=1),
     "prefill_chunk": _option("Most prompt tokens of one step.", min=1),
     "decode_floor": _option("Share of time that decoding keeps beside prefills.", min=0, max=1),
     "spec": _option("Speculative decoding."),

@@ -37,9 +37,9 @@ class Running:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """prefill_chunk: most tokens a chunk has. decode_floor: share of time that decode rows keep beside prefills.
-    lanes: most requests that run at once. gap_s: how long a chunk may hold up decode rows, or a newcomer that a free lane
-    could take. step_s: how long one may last at all, so that a cancellation is heard and the watchdog sees life on the
-    slowest machine."""
+    lanes: most requests that run at once. gap_s: how long a chunk may hold up decode rows, or a newcomer that a free
+    lane could take. step_s: how long one may last at all, so that a cancellation is heard and the watchdog sees life on
+    the slowest machine."""
 
     prefill_chunk: int
     decode_floor: float

@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from longlane.artifact.identity import weights_identity
 from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
 from longlane.config import EngineConfig
@@ -14,6 +15,8 @@ from longlane.engine.loop import Engine
 from longlane.engine.runner import Runner
 from longlane.errors import CheckpointError, ConfigError, EngineError
 from longlane.layers.batch import Caches, new_caches
+from longlane.memory.arena import Arena
+from longlane.memory.disk import Disk, fingerprint
 from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
 from longlane.memory.plan import (
@@ -28,12 +31,15 @@ from longlane.memory.plan import (
 )
 from longlane.memory.prefix import PrefixTree
 from longlane.memory.states import SlotPool
+from longlane.memory.tiers import Tiers
 from longlane.models.registry import LoadedModel, load_model
 from longlane.spec.speculator import Speculator
 from longlane.types import CacheSpec, Failed, Loading, MemoryPlan, Ready, Request, SamplingParams
 
 Progress = Callable[[Loading], None]
 
+# Pinned beside a card for pages that leave it.
+HOST_KV_MIB = 8192
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -71,7 +77,7 @@ def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
     # In a memory of its own: its prompt is nobody's prefix.
     warm_up(Engine(runner, Memory(PagePool(plan.kv_pages), SlotPool(plan.lanes), plan.max_context), config, speculator))
     progress(Loading(stage="warming up", done=1, total=1))
-    memory = new_memory(config, loaded.spec, plan, caches)
+    memory = new_memory(config, path, loaded.spec, plan, caches)
     return Engine(runner, memory, config, speculator), Ready(model=loaded.info, plan=plan)
 
 
@@ -98,7 +104,7 @@ def known_tokens(path: Path, rows: int) -> int:
     try:
         spec = json.loads(definition)
         ids = [*spec["model"]["vocab"].values(), *(token["id"] for token in spec.get("added_tokens") or [])]
-        return min(rows, 1 + max(ids))
+        return min(rows, 1 + int(max(ids)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: its tokenizer.json is not a tokenizer definition ({error!r})") from None
 
@@ -110,19 +116,56 @@ def spare_slots(config: EngineConfig) -> int:
     return config.max_concurrency if config.device_state_slots is None else config.device_state_slots
 
 
-def new_memory(config: EngineConfig, spec: CacheSpec, plan: MemoryPlan, caches: Caches) -> Memory:
-    """The pools of the plan under one owner, with a prefix tree unless it is turned off."""
+def new_memory(config: EngineConfig, path: Path, spec: CacheSpec, plan: MemoryPlan, caches: Caches) -> Memory:
+    """The pools of the plan under one owner, with a prefix tree unless it is turned off, and the tiers below it."""
     pages, slots = PagePool(plan.kv_pages), SlotPool(plan.lanes + spare_slots(config))
     if not config.prefix_reuse:
         return Memory(pages, slots, plan.max_context)
+    tiers = new_tiers(config, path, spec, plan, caches)
     tree = PrefixTree(
         pages,
         slots,
         stateful=spec.gdn_layers > 0,
         page_bytes=page_bytes(spec, plan.kv_dtype),
         slot_bytes=state_bytes(spec),
+        watchers=[tiers] if tiers else [],
     )
-    return Memory(pages, slots, plan.max_context, tree=tree, mover=caches)
+    last = config.auto_long_anchors
+    return Memory(pages, slots, plan.max_context, tree=tree, mover=caches, tiers=tiers, last_boundaries=last)
+
+
+def new_tiers(config: EngineConfig, path: Path, spec: CacheSpec, plan: MemoryPlan, caches: Caches) -> Tiers | None:
+    """Host and disk below the device, as far as the flags ask for them. Raises `ConfigError` or `PlanError`."""
+    on_card = caches.kv[0].k.is_cuda
+    mib = (HOST_KV_MIB if on_card else 0) if config.host_kv_mib is None else config.host_kv_mib
+    pages, states = (mib << 20) // page_bytes(spec, plan.kv_dtype), host_states(config) if mib else 0
+    if config.disk_cache and not (pages and states and spec.gdn_layers):
+        raise ConfigError(
+            "--disk-cache needs a host arena, through which all of it passes, and a model with recurrent layers; "
+            "add --host-kv-mib"
+        )
+    if not (pages and states and spec.gdn_layers):
+        return None
+    arena = Arena(caches.page_planes(), caches.slot_planes(), pages=pages, states=states)
+    if config.disk_cache is None:
+        return Tiers(arena)
+    model = fingerprint(weights_identity(path), plan.kv_dtype, config.dtype, config.weights, spec)
+    try:
+        disk = Disk(config.disk_cache, config.disk_cache_gib << 30, model)
+    except OSError as error:
+        raise ConfigError(f"--disk-cache {config.disk_cache}: {error.strerror}; use a folder to write in") from None
+    return Tiers(arena, disk)
+
+
+def host_states(config: EngineConfig) -> int:
+    """State images on the host: as asked, else enough for every continuation's end, its turn and its anchors, and for
+    every shared prefix."""
+    if config.host_state_slots is not None:
+        return config.host_state_slots
+    lanes = config.max_concurrency
+    private = 2 * lanes if config.max_private_continuations is None else config.max_private_continuations
+    shared = max(lanes, 4) if config.max_shared_prefixes is None else config.max_shared_prefixes
+    return private * (2 + config.max_long_anchors_per_continuation) + shared
 
 
 def plan_memory(config: EngineConfig, loaded: LoadedModel, kv_dtype: str, device: torch.device) -> MemoryPlan:

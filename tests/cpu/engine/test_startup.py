@@ -1,6 +1,7 @@
 """From flags to an engine: what is chosen, what is allocated, what is refused."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,12 +67,42 @@ def test_drafting_changes_no_token(loaded):
     assert answer.finished["a"].timings.drafted_tokens > 0
 
 
+def test_a_restart_continues_from_the_disk(tmp_path):
+    config = replace(CONFIG, max_concurrency=1, host_kv_mib=64, disk_cache=tmp_path)
+    first = Request(id="a", token_ids=[5, 6, 7, 8] * 40, max_tokens=8, sampling=GREEDY, boundaries=[100])
+    answers, reuse = [], []
+    for _ in range(2):
+        engine, _, _ = load(config)
+        engine.submit(first)
+        log = run(engine)
+        answers.append(log.tokens["a"])
+        reuse.append(log.reuse["a"])
+        engine.close()
+    assert answers[0] == answers[1]
+    assert reuse[0].startswith("none")
+    assert reuse[1].startswith("disk state at 100")
+
+
+@pytest.mark.parametrize(
+    ("changes", "states"),
+    [
+        ({}, 2 * 2 * 4 + 4),
+        ({"max_private_continuations": 12, "max_shared_prefixes": 8}, 12 * 4 + 8),
+        ({"max_private_continuations": 12, "max_long_anchors_per_continuation": 4}, 12 * 6 + 4),
+        ({"host_state_slots": 72, "max_private_continuations": 12}, 72),
+    ],
+)
+def test_host_states_follow_from_the_continuations_asked_for(changes, states):
+    assert startup.host_states(replace(CONFIG, **changes)) == states
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
         ({"model": "nowhere"}, LonglaneError, "nowhere"),
         ({"max_context": 10**9}, PlanError, "--max-context 1000000000"),
         ({"memory_bytes": 1 << 20}, PlanError, "device memory"),
+        ({"disk_cache": Path("/nowhere")}, ConfigError, "add --host-kv-mib"),
         ({"device": "abacus"}, ConfigError, "--device abacus"),
         ({"device": "meta"}, ConfigError, "--device meta"),
         ({"device": "cuda:99"}, ConfigError, "CUDA devices"),
