@@ -46,6 +46,8 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bflo
 def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
     """Load the model, allocate what the plan says, run one request through. Raises a `LonglaneError` that says what to
     change."""
+    if config.lm_head_draft and "mtp" not in config.spec:
+        raise ConfigError(f"--lm-head-draft is for the drafts of --spec mtp, and --spec is {config.spec}; leave it out")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device, dtype = choose_device(config.device), config.dtype

@@ -32,9 +32,10 @@ def test_request_fields(field: str) -> None:
 
 
 def error_codes() -> set[str]:
-    """Every code that the server's half gives to an error, by keyword, default or table."""
+    """Every code that an error of a request may have, by keyword, default or table."""
     found = set()
-    for file in [*(SOURCE / "api").glob("*.py"), *(SOURCE / "text").glob("*.py"), SOURCE / "engine" / "admission.py"]:
+    rooms = [file for room in ("api", "text", "sampling") for file in (SOURCE / room).glob("*.py")]
+    for file in [*rooms, SOURCE / "engine" / "admission.py", SOURCE / "memory" / "manager.py"]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.keyword) and node.arg == "code" and isinstance(node.value, ast.Constant):
                 found.add(node.value.value)

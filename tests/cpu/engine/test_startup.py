@@ -104,6 +104,7 @@ def test_host_states_follow_from_the_continuations_asked_for(changes, states):
         ({"memory_bytes": 1 << 20}, PlanError, "device memory"),
         ({"disk_cache": Path("/nowhere")}, ConfigError, "add --host-kv-mib"),
         ({"device": "abacus"}, ConfigError, "--device abacus"),
+        ({"lm_head_draft": True, "spec": "lookup"}, ConfigError, "--lm-head-draft"),
         ({"device": "meta"}, ConfigError, "--device meta"),
         ({"device": "cuda:99"}, ConfigError, "CUDA devices"),
     ],
