@@ -51,7 +51,11 @@ def _identity(artifact: Artifact) -> tuple[str, str]:
     stored = artifact.metadata.get(IDENTITY)
     names = (stored.get("model_id"), stored.get("weights_id")) if isinstance(stored, dict) else (None, None)
     if not (isinstance(names[0], str) and isinstance(names[1], str)):
-        fail(artifact.path, "has no identity, and container version 2 needs one", "name the model and weights id")
+        fail(
+            artifact.path,
+            "has no identity, and container version 2 needs one",
+            "keep version 3, or convert the original directory with --container v2 and --name",
+        )
     return names[0], names[1]
 
 
