@@ -1,3 +1,4 @@
+# ruff: noqa: C408, B023 - records are keyword lists; lambdas run within their iteration.
 """Each kernel of the 27B alone: achieved bandwidth or rate beside the ceilings of the same run.
 
     python bench/kernels.py [--out results.json]
@@ -12,6 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from longlane.kernels.attention import triton as attention
+from longlane.kernels.gdn import triton as gdn
+from longlane.kernels.kv_codec.pages import KVPages
+from longlane.kernels.linear import triton as linear
+from longlane.kernels.norm_rope import triton as norm_rope
+from longlane.kernels.ragged import Ragged, ragged
 from step import (
     DEVICE,
     GDN_DIM,
@@ -24,14 +33,6 @@ from step import (
     median_seconds,
     random_tiles,
 )
-from torch import Tensor
-
-from longlane.kernels.attention import triton as attention
-from longlane.kernels.gdn import triton as gdn
-from longlane.kernels.kv_codec.pages import KVPages
-from longlane.kernels.linear import triton as linear
-from longlane.kernels.norm_rope import triton as norm_rope
-from longlane.kernels.ragged import Ragged, ragged
 
 MATRICES = {
     "gdn query_key": ("q4", 4096, 5120),

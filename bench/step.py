@@ -1,10 +1,11 @@
+# ruff: noqa: C408, PLW0108 - records are keyword lists; lambdas run within their iteration.
 """Whole steps of the 27B out of its kernels, with random weights: decode, verify and prefill, beside their floors.
 
     python bench/step.py [--out results.json]
 
-Weights are groupwise-int at the mix of `text/*` of the 27B artifact (Q4 and Q5 body, Q8 head), drawn at random: the time of a
-step does not depend on their values as long as they are not constant. Floors and shares use ceilings measured in the same run.
-"""
+Weights are groupwise-int at the mix of `text/*` of the 27B artifact (Q4 and Q5 body, Q8 head), drawn at random: the
+time of a step does not depend on their values as long as they are not constant. Floors and shares use ceilings
+measured in the same run."""
 
 import argparse
 import json
@@ -25,7 +26,7 @@ from longlane.kernels.kv_codec.pages import KVPages
 from longlane.kernels.linear import triton as linear
 from longlane.kernels.linear.tiles import BLOCK, SCALES, Tiles
 from longlane.kernels.norm_rope import triton as norm_rope
-from longlane.kernels.ragged import Ragged, ragged
+from longlane.kernels.ragged import ragged
 
 HIDDEN, LAYERS, VOCABULARY, INTERMEDIATE = 5120, 64, 248_320, 17_408
 HEADS, KV_HEADS, HEAD_DIM, ROTATED = 24, 4, 256, 32

@@ -1,5 +1,5 @@
-"""What every GPU route must do, on any device and dtype: each function runs a route on poisoned, oddly strided inputs and
-compares it with the oracle. The interpreter runs them in float32, the GPU tests in bfloat16 too."""
+"""What every GPU route must do, on any device and dtype: each function runs a route on poisoned, oddly strided inputs
+and compares it with the oracle. The interpreter runs them in float32, the GPU tests in bfloat16 too."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -91,7 +91,7 @@ def attention(
     rows = rows_on(device, lengths, context)
     pages = filled_pages(lengths, context, kv_heads, size, device, dtype)
     q = torch.randn(rows.tokens, heads + 1, size, device=device).to(dtype)[:, :heads]
-    arguments = dict(scale=size**-0.5, first_slot=first_slot)
+    arguments = {"scale": size**-0.5, "first_slot": first_slot}
     assert_close(route.attend(q, pages, rows, **arguments), naive_attention.attend(q, pages, rows, **arguments), dtype)
 
 
@@ -165,7 +165,8 @@ def fold_is_decode(
     route: ModuleType, columns: int, contexts: tuple[int, ...], accepted: tuple[int, ...],
     geometry: tuple[int, int, int, int], device: str, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Verify leaves the caches; fold moves them as that many decode steps do, and columns equal decode steps, bit for bit."""
+    """Verify leaves the caches; fold moves them as that many decode steps do, and columns equal decode steps, bit for
+    bit."""
     rows = rows_on(device, (columns,) * len(contexts), contexts)
     case = Mixer(rows, geometry, device, dtype)
     qkv, verified, state, history = case.run(route, advance=False)

@@ -1,5 +1,5 @@
-"""Every Triton and Gluon kernel compiles for the cards we promise and stays within their shared memory. In a process of its
-own, since the interpreter that other tests choose is chosen for good."""
+"""Every Triton and Gluon kernel compiles for the cards we promise and stays within their shared memory. In a process
+of its own, since the interpreter that other tests choose is chosen for good."""
 
 import subprocess
 import sys

@@ -1,9 +1,10 @@
+# ruff: noqa: SIM108 - branches of a kernel are chosen at compile time.
 """GPU route of paged attention. Short rows (decode, verify) split the history among programs and join the parts; long
 rows (prefill) walk it a block of queries at a time.
 
 The splits of a short row start at fixed positions and its programs have one shape, so a column has the same bits
-whatever stands beside it, in its row or in the batch. Queries are packed as (token, head of the group) rows of a KV head.
-"""
+whatever stands beside it, in its row or in the batch. Queries are packed as (token, head of the group) rows of a KV
+head."""
 
 import torch
 import triton
@@ -47,8 +48,8 @@ def _attend_tile(
     acc, peak, mass, q, k_pages, v_pages, place, position, first, first_slot, end, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """TILE slots from cache position `first`, whose keys lie at `place`, into the running (sum of values, maximum, sum of
-    weights) of the queries q [M, BLOCK_D] at `position` [M]. Scores are in the domain of exp2."""
+    """TILE slots from cache position `first`, whose keys lie at `place`, into the running (sum of values, maximum, sum
+    of weights) of the queries q [M, BLOCK_D] at `position` [M]. Scores are in the domain of exp2."""
     d = tl.arange(0, BLOCK_D)
     slot = tl.arange(0, TILE)
     live = (first + slot >= first_slot) & (first + slot < end)
@@ -80,7 +81,8 @@ def _short(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Part of one split for COLUMNS tokens of one row and KV head: acc [tokens, heads, SPLITS, D] and its peak and mass."""
+    """Part of one split for COLUMNS tokens of one row and KV head: acc [tokens, heads, SPLITS, D] and its peak and
+    mass."""
     # The long splits, which are the last, start first.
     split, kv_head = SPLITS - 1 - tl.program_id(0), tl.program_id(1) % KV_HEADS
     first_token = tl.program_id(1) // KV_HEADS * COLUMNS
@@ -211,7 +213,7 @@ def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot:
     scale2 = scale * 1.4426950408889634
     # The interpreter's bfloat16 arithmetic is broken, and float32 pages are for exactness.
     wide = pages.k.dtype == torch.float32
-    shape = dict(D=size, BLOCK_D=max(16, triton.next_power_of_2(size)), SHORT=SHORT)
+    shape = {"D": size, "BLOCK_D": max(16, triton.next_power_of_2(size)), "SHORT": SHORT}
     if min(lengths) <= SHORT:
         _attend_short(q, pages, rows, out, scale2, first_slot, min(max(lengths), SHORT), WIDE=wide, **shape)
     if max(lengths) > SHORT:

@@ -1,8 +1,8 @@
-"""GPU route of Gated DeltaNet. The recurrence keeps its piece of the state in registers over the columns of a row; long rows
-run in chunks of 64 in WY form: one launch solves all chunks, one walks them in order.
+"""GPU route of Gated DeltaNet. The recurrence keeps its piece of the state in registers over the columns of a row;
+long rows run in chunks of 64 in WY form: one launch solves all chunks, one walks them in order.
 
-A decode step, a verify column and a folded column are the same instructions on the same tile, so they agree bit for bit.
-Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
+A decode step, a verify column and a folded column are the same instructions on the same tile, so they agree bit for
+bit. Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
 """
 
 import torch
@@ -15,8 +15,8 @@ from longlane.kernels.gdn.record import Record
 from longlane.kernels.launch import properties
 from longlane.kernels.ragged import Ragged
 
-# Longest row that runs token by token when it advances the state. So do all rows of heads narrower than a chunk: Triton 3.6
-# miscompiles the products of narrower tiles, as compute-sanitizer shows.
+# Longest row that runs token by token when it advances the state. So do all rows of heads narrower than a chunk:
+# Triton 3.6 miscompiles the products of narrower tiles, as compute-sanitizer shows.
 SHORT = 16
 CHUNK = tl.constexpr(64)
 # Value rows of the state that a program of the recurrence, one warp, holds: its sums never leave the warp.
@@ -35,8 +35,8 @@ def _causal_conv(
     x, weight, history, starts, contexts, slots, out, x_stride, C,
     TAPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, ADVANCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SiLU(conv) of BLOCK_T tokens x BLOCK_C channels of one row. The first block of a row, which alone reads the history,
-    also writes the new one."""
+    """SiLU(conv) of BLOCK_T tokens x BLOCK_C channels of one row. The first block of a row, which alone reads the
+    history, also writes the new one."""
     block, row = tl.program_id(0), tl.program_id(2)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     inside = channel < C
@@ -62,15 +62,14 @@ def _causal_conv(
     y = total / (1 + tl.exp(-total))
     mask = inside & (t < length)
     tl.store(out + (start + t).to(tl.int64) * C + channel, y.to(out.dtype.element_ty), mask=mask)
-    if ADVANCE:
-        if block == 0:
-            _advance(x, history, slot, start, length, context, channel, inside, x_stride, C, TAPS)
+    if ADVANCE and block == 0:
+        _advance(x, history, slot, start, length, context, channel, inside, x_stride, C, TAPS)
 
 
 @triton.jit
 def _advance(x, history, slot, start, count, context, channel, inside, x_stride, C, TAPS: tl.constexpr):
-    """history <- the last TAPS - 1 of (history, first `count` tokens). Slot tap of the new one is written after every older
-    one is read, since reads look forward."""
+    """history <- the last TAPS - 1 of (history, first `count` tokens). Slot tap of the new one is written after every
+    older one is read, since reads look forward."""
     for tap in tl.static_range(TAPS - 1):
         source = count + tap - (TAPS - 1)
         value = _past(history, slot, channel, source + TAPS - 1, context, C, TAPS, inside & (source < 0))
@@ -286,7 +285,8 @@ def causal_conv(x: Tensor, weight: Tensor, history: Tensor, rows: Ragged, *, adv
     tokens, channels = x.shape
     taps, longest = weight.shape[0], max(rows.lengths())
     assert x.stride(1) == 1, x.stride()
-    assert history.is_contiguous() and weight.is_contiguous()
+    assert history.is_contiguous()
+    assert weight.is_contiguous()
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
     pdl = properties(x).dependent_launch
     block_t, block_c, warps = (4, 64, 1) if longest <= SHORT else (16, 512, 8)
@@ -341,9 +341,10 @@ def _heads(qkv: Tensor, state: Tensor) -> dict[str, int]:
     """Geometry that the channels and the state imply; see `naive.heads`."""
     _, value_heads, value_dim, key_dim = state.shape
     key = (qkv.shape[1] - value_heads * value_dim) // 2
-    assert qkv.is_contiguous() and state.is_contiguous()
+    assert qkv.is_contiguous()
+    assert state.is_contiguous()
     block = max(16, triton.next_power_of_2(key_dim))
-    return dict(HV=value_heads, REPEAT=value_heads * key_dim // key, DV=value_dim, DK=key_dim, BLOCK_K=block)
+    return {"HV": value_heads, "REPEAT": value_heads * key_dim // key, "DV": value_dim, "DK": key_dim, "BLOCK_K": block}
 
 
 def _recur(
@@ -351,7 +352,7 @@ def _recur(
     accepted: Tensor, longest: int, *, advance: bool, fold: bool,
 ) -> None:  # fmt: skip
     shape, pdl = _heads(qkv, state), properties(qkv).dependent_launch
-    assert a.stride() == b.stride() and a.stride(1) == 1, (a.stride(), b.stride())
+    assert a.stride() == b.stride() == (a.stride(0), 1), (a.stride(), b.stride())
     _recurrence[(triton.cdiv(shape["DV"], _VALUES), shape["HV"], rows.rows)](
         qkv, a, b, a_log, dt_bias, state, rows.starts, rows.contexts, rows.slots, accepted, out, qkv.shape[1],
         a.stride(0), longest, VALUES=_VALUES, ADVANCE=advance, FOLD=fold, PDL=pdl,
@@ -363,7 +364,7 @@ def _chunked(
     qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, rows: Ragged, out: Tensor
 ) -> None:
     shape, tokens = _heads(qkv, state), qkv.shape[0]
-    assert a.stride() == b.stride() and a.stride(1) == 1, (a.stride(), b.stride())
+    assert a.stride() == b.stride() == (a.stride(0), 1), (a.stride(), b.stride())
     value_heads, value_dim, key_dim = state.shape[1:]
     # Operands of products in the dtype of qkv, sums and the carried state in float32; float32 operands are for tests.
     precision = "tf32" if qkv.dtype == torch.bfloat16 else "ieee"

@@ -31,7 +31,9 @@ def _append(
 def append(pages: KVPages, k: Tensor, v: Tensor, rows: Ragged) -> None:
     tokens, heads, size = k.shape
     assert k.stride()[1:] == v.stride()[1:] == (size, 1), (k.stride(), v.stride())
-    assert pages.k.is_contiguous() and pages.v.is_contiguous() and pages.k.shape[2] == PAGE
+    assert pages.k.is_contiguous()
+    assert pages.v.is_contiguous()
+    assert pages.k.shape[2] == PAGE, pages.k.shape
     pdl = properties(k).dependent_launch
     _append[(tokens, heads)](
         k, v, pages.k, pages.v, rows.page, rows.offset, k.stride(0), v.stride(0),

@@ -1,10 +1,10 @@
 """Packed weights rearranged for tensor cores: the bytes a thread loads are the fragment it multiplies.
 
-The unit is a block of 16 rows x 64 columns. A warp of 32 lanes holds it as the left operand of four `m16n8k16` products:
-lane = 4 g + t has rows g and g + 8. Columns are permuted inside each 32, so that the right operand (activations) is
-loaded 16 bytes at a time: product `kt` of half `b` multiplies column 32 b + 8 t + 4 kt + 2 kh + kp as its 8 kh + 2 t + kp.
-A lane's 32 codes are 16 pairs (kp = 0 low, 1 high half of a word), numbered (b, kt, kh, r8) with r8 the row half.
-Codes are stored with an offset that makes them unsigned, but int8, which is kept as it is.
+The unit is a block of 16 rows x 64 columns. A warp of 32 lanes holds it as the left operand of four `m16n8k16`
+products: lane = 4 g + t has rows g and g + 8. Columns are permuted inside each 32, so that the right operand
+(activations) is loaded 16 bytes at a time: product `kt` of half `b` multiplies column 32 b + 8 t + 4 kt + 2 kh + kp as
+its 8 kh + 2 t + kp. A lane's 32 codes are 16 pairs (kp = 0 low, 1 high half of a word), numbered (b, kt, kh, r8) with
+r8 the row half. Codes are stored with an offset that makes them unsigned, but int8, which is kept as it is.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ _CHUNK = 4096
 class Tiles:
     """[N, K] in blocks: `data` [row blocks, blocks, words] int32. kind: "q4", "q5", "q6", "q8", or "bf16" (dense).
 
-    A block is a run of planes: 32 lanes x 4 words (two such planes for q8, four for bf16); for q5 and q6 32 lanes x one or
-    two more words; but for bf16 the scales as 8 g x groups x 2 r8 float16, groups 2 for q8, else 1.
+    A block is a run of planes: 32 lanes x 4 words (two such planes for q8, four for bf16); for q5 and q6 32 lanes x
+    one or two more words; but for bf16 the scales as 8 g x groups x 2 r8 float16, groups 2 for q8, else 1.
     paired: row blocks 2i and 2i + 1 hold the same 16 rows of the upper and the lower half of the matrix (gate and up).
     """
 
@@ -112,8 +112,8 @@ def _pack_q4(pairs: Tensor) -> list[Tensor]:
 
 
 def _pack_q5(pairs: Tensor) -> list[Tensor]:
-    """Three pairs a word: word i < 4 has pairs 4i..4i + 2, the fifth the fourth pair of words 0..2. The last pair lies in
-    the spare bits 15 and 31 of the five words, bit i in word i."""
+    """Three pairs a word: word i < 4 has pairs 4i..4i + 2, the fifth the fourth pair of words 0..2. The last pair lies
+    in the spare bits 15 and 31 of the five words, bit i in word i."""
     p = pairs.unflatten(3, (4, 4)).to(torch.int64)
     main = _field(p[..., 0, :], 0) | _field(p[..., 1, :], 5) | _field(p[..., 2, :], 10)
     fifth = _field(p[..., 0, 3, :], 0) | _field(p[..., 1, 3, :], 5) | _field(p[..., 2, 3, :], 10)
@@ -122,8 +122,8 @@ def _pack_q5(pairs: Tensor) -> list[Tensor]:
 
 
 def _pack_q6(pairs: Tensor) -> list[Tensor]:
-    """Two pairs a word: words i < 4 have pairs 4i, 4i + 1, words 4 and 5 the third pairs. The fourth pair of word i lies in
-    spare bits 12..15 of word i (low four bits) and two of those of word 4 + i // 2 (high two)."""
+    """Two pairs a word: words i < 4 have pairs 4i, 4i + 1, words 4 and 5 the third pairs. The fourth pair of word i
+    lies in spare bits 12..15 of word i (low four bits) and two of those of word 4 + i // 2 (high two)."""
     p = pairs.unflatten(3, (4, 4)).to(torch.int64)
     main = _field(p[..., 0, :], 0) | _field(p[..., 1, :], 6) | _field(p[..., 3, :] & 15, 12)
     third, top = p[..., 2, :].unflatten(3, (2, 2)), (p[..., 3, :] >> 4).unflatten(3, (2, 2))

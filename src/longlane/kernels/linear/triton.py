@@ -1,11 +1,12 @@
+# ruff: noqa: PLR1714, SIM108 - the kernel language has no sets, and its branches are chosen at compile time.
 """GPU route on tiled weights. Few columns: one kernel that streams the weights once and multiplies codes by activations
 on tensor cores (bfloat16 x bfloat16, exact codes, float32 sums, the scale applied to a group's sum). Many columns: the
 weights are unpacked to bfloat16, then one dense product.
 
-The streaming kernel is batch-invariant: warp w of W takes blocks w, w + W, ... in order, then the warps' sums are added in
-a fixed order; W depends on the shape of the matrix alone. So a column has the same bits whatever stands beside it.
-Written in Gluon because the point is which thread holds what: a Triton `tl.dot` on unpacked words moves them through
-shared memory (see `bench/results/log.md`).
+The streaming kernel is batch-invariant: warp w of W takes blocks w, w + W, ... in order, then the warps' sums are
+added in a fixed order; W depends on the shape of the matrix alone. So a column has the same bits whatever stands
+beside it. Written in Gluon because the point is which thread holds what: a Triton `tl.dot` on unpacked words moves
+them through shared memory (see `bench/results/log.md`).
 """
 
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ def _log(value: int) -> list[int]:
 
 @gluon.constexpr_function
 def _block_layout(cut, registers, lanes, size):
-    """[row blocks, blocks, size]: `registers` and `lanes` place a block in a warp, which has a run of row blocks; then come the
-    warps side by side, and those that share the blocks."""
+    """[row blocks, blocks, size]: `registers` and `lanes` place a block in a warp, which has a run of row blocks; then
+    come the warps side by side, and those that share the blocks."""
     split, side, blocks, rows = cut
     registers = registers + [[0, split * i, 0] for i in _log(blocks)] + [[i, 0, 0] for i in _log(rows)]
     warps = [[rows * i, 0, 0] for i in _log(side)] + [[0, i, 0] for i in _log(split)]
@@ -95,7 +96,7 @@ def _column_copy_layout(cut, columns):
     rest = [[0, 8 * i] for i in _log(8 * split * blocks)] + [[i, 0] for i in _log(columns)]
     threads = 5 + len(_log(split * side))
     spread = rest[:threads] + [[0, 0]] * (threads - len(rest))
-    registers = [[0, 1], [0, 2], [0, 4]] + rest[threads:]
+    registers = [[0, 1], [0, 2], [0, 4], *rest[threads:]]
     return gl.DistributedLinearLayout(registers, spread[:5], spread[5:], [], [columns, 64 * split * blocks])
 
 
@@ -156,8 +157,8 @@ def _copy(stage, data, blocks, KIND: gl.constexpr, CUT: gl.constexpr):
 
 @gluon.jit
 def _copy_columns(target, x, x_stride, first, columns, CUT: gl.constexpr):
-    """Start copying columns [n, 64 x blocks] from value `first` on. What lies beyond the last column stays what it was: it
-    only reaches sums that nobody stores."""
+    """Start copying columns [n, 64 x blocks] from value `first` on. What lies beyond the last column stays what it
+    was: it only reaches sums that nobody stores."""
     LAYOUT: gl.constexpr = _column_copy_layout(CUT, target.shape[0])
     column = gl.arange(0, target.shape[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
     inner = first + gl.arange(0, target.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
@@ -203,7 +204,8 @@ def _unpack(first, second, KIND: gl.constexpr):
 
 @gluon.jit
 def _left(first, second, KIND: gl.constexpr, SIDE: gl.constexpr, mma: gl.constexpr):
-    """The left operand [B, 16 R SIDE, 64]: its tile r SIDE + s is row block s R + r, since warps alternate tile by tile."""
+    """The left operand [B, 16 R SIDE, 64]: its tile r SIDE + s is row block s R + r, since warps alternate tile by
+    tile."""
     R: gl.constexpr = first.shape[0] // SIDE
     B: gl.constexpr = first.shape[1]
     if KIND == "bf16":
@@ -259,8 +261,8 @@ def _early_late(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _add_blocks(total, sums, scale, more_sums, more_scale, TWO: gl.constexpr, J: gl.constexpr, mma: gl.constexpr):
-    """total [W, rows, n] + scale [W J, rows] * sums [W J, rows, n], block by block; with TWO, a block's second group follows
-    its first. One multiply-add a group, so that the bits do not depend on J."""
+    """total [W, rows, n] + scale [W J, rows] * sums [W J, rows, n], block by block; with TWO, a block's second group
+    follows its first. One multiply-add a group, so that the bits do not depend on J."""
     if J == 1:
         total = total + sums * scale[:, :, None]
         if TWO:
@@ -331,8 +333,8 @@ def _stream(
     KIND: gl.constexpr, SPLIT: gl.constexpr, SIDE: gl.constexpr, J: gl.constexpr, R: gl.constexpr,
     n: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out[c, row] = sum over K of W[row] x[c], for 16 R SIDE rows and n columns a program. Of its SPLIT x SIDE warps, SIDE stand
-    side by side in rows, SPLIT share the blocks of a row."""
+    """out[c, row] = sum over K of W[row] x[c], for 16 R SIDE rows and n columns a program. Of its SPLIT x SIDE warps,
+    SIDE stand side by side in rows, SPLIT share the blocks of a row."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SPLIT, SIDE, 1], [1, 16, 8])
     CUT: gl.constexpr = (SPLIT, SIDE, J, R)
     B: gl.constexpr = SPLIT * J
@@ -439,9 +441,9 @@ def _expand(data, out, N, K, blocks, KIND: gl.constexpr, W: gl.constexpr, PAIRED
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How `_stream` cuts a matrix. `split` warps share the blocks of a row, and with them fix the order of its sum; the rest
-    is speed alone: `side` warps stand side by side, a warp takes `row_blocks` x `blocks` a step, `stages` steps are in
-    flight."""
+    """How `_stream` cuts a matrix. `split` warps share the blocks of a row, and with them fix the order of its sum;
+    the rest is speed alone: `side` warps stand side by side, a warp takes `row_blocks` x `blocks` a step, `stages`
+    steps are in flight."""
 
     split: int
     side: int
@@ -457,19 +459,20 @@ SPLIT = 4
 def plan(tiles: Tiles, columns: int) -> Plan:
     """Cuts that were fastest on an H200 (`bench/results/log.md`); none needs more than 99 KB of shared memory."""
     row_blocks, wide = tiles.data.shape[0], columns > 8
-    if tiles.paired or columns > 16:
-        blocks, rows = 1, 2 if tiles.paired else 1
-    elif row_blocks < 512:
-        blocks, rows = 2, 1
-    elif row_blocks < 4096:
-        blocks, rows = 2, 2
-    else:
-        blocks, rows = (1, 2) if wide else (2, 1)
-    return Plan(SPLIT, 1, blocks, rows, 3 if row_blocks < 512 and not wide else 4)
+    if tiles.paired:
+        return Plan(SPLIT, 1, 1, 2, 4 if wide else 6)
+    if columns > 16:
+        return Plan(SPLIT, 1, 1, 1, 4)
+    if row_blocks < 512:
+        return Plan(SPLIT, 1, 2, 1, 4)
+    if row_blocks < 4096:
+        return Plan(SPLIT, 1, 2, 2, 4)
+    return Plan(SPLIT, 1, 1, 2, 4) if wide else Plan(SPLIT, 1, 2, 1, 4)
 
 
 def linear(x: Tensor, tiles: Tiles, out: Tensor | None = None) -> Tensor:
-    """x [M, K] bfloat16 -> [M, N], or SiLU(gate) * up [M, N / 2] for a paired matrix. `out` may be a slice of wider rows."""
+    """x [M, K] bfloat16 -> [M, N], or SiLU(gate) * up [M, N / 2] for a paired matrix. `out` may be a slice of wider
+    rows."""
     assert x.dtype == torch.bfloat16, x.dtype
     assert x.shape[1] == tiles.shape[1], (x.shape, tiles.shape)
     if len(x) <= STREAMED:

@@ -159,7 +159,8 @@ def qk_norm_rope(
     tokens, q_heads, size = q.shape
     k_heads, half = k.shape[1], cos.shape[-1]
     assert q.stride()[1:] == k.stride()[1:] == (size, 1), (q.stride(), k.stride())
-    assert cos.is_contiguous() and sin.is_contiguous()
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
     q_out, k_out = (empty(y.shape, dtype=y.dtype, device=y.device) for y in (q, k))
     norm, pdl = q_weight is not None and k_weight is not None, properties(q).dependent_launch
     _qk_norm_rope[(tokens, q_heads + k_heads)](
