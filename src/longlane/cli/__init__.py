@@ -61,6 +61,13 @@ def main() -> None:
     """Run the command line. What is wrong with its input is one line, and exit status 2."""
     try:
         app()
-    except LonglaneError as error:
-        print(f"longlane: {' '.join(error.message.split())}", file=sys.stderr)
+    except (LonglaneError, OSError) as error:
+        print(f"longlane: {_one_line(error)}", file=sys.stderr)
         sys.exit(USAGE_ERROR)
+
+
+def _one_line(error: LonglaneError | OSError) -> str:
+    if isinstance(error, LonglaneError):
+        return " ".join(error.message.split())
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{error.strerror or error}; check the path, its permissions and the space there"

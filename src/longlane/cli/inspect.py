@@ -12,16 +12,18 @@ from rich.table import Table
 
 from longlane.artifact.container import Artifact, Entry
 from longlane.artifact.inspect import Summary, summarize, summarize_directory
+from longlane.artifact.locate import resolve
 from longlane.cli.tables import human_bytes
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(help="An artifact, of a split one the entry file, or a model directory.")],
+    model: Annotated[str, typer.Argument(help="An artifact (the entry of a split one), a directory, or a name.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     objects: Annotated[bool, typer.Option("--objects", help="List every object of an artifact.")] = False,
     sha256: Annotated[bool, typer.Option("--sha256", help="Read the whole artifact and print its digest.")] = False,
 ) -> None:
     """Print what a model file holds: components, formats, sizes, side files, and what keeps it from running."""
+    file = Path(model) if Path(model).exists() else resolve(model)
     if file.is_dir():
         summary = summarize_directory(file)
     else:

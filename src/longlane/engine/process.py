@@ -94,6 +94,7 @@ class Service:
             busy = not self._engine.idle
         self._engine.abort(EngineError("the server is shutting down"))
         self._link.send(self._engine.step())
+        self._engine.close()
 
     def _is_over(self) -> bool:
         return self._deadline is not None and (self._engine.idle or self._clock() >= self._deadline)
