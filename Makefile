@@ -21,7 +21,7 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	touch $@
 
 demo: $(VENV)/run.stamp
-	$(BIN)/longlane chat $(MODEL) --prompt "$(PROMPT)"
+	$(BIN)/longlane chat $(MODEL) --max-tokens 256 --prompt "$(PROMPT)"
 
 serve: $(VENV)/run.stamp
 	$(BIN)/longlane serve $(MODEL)
