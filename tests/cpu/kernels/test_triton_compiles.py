@@ -33,8 +33,8 @@ with compiling(card, [attention, gdn, kv_codec, linear, norm_rope]) as compiled:
     for kind in ("q4", "q5", "q6", "q8", "bf16"):
         for n, k, paired in ((5120, 6144, False), (34816, 5120, True)):
             data = torch.empty(n // 16, k // 64, tiles.BLOCK[kind], dtype=torch.int32, device="meta")
-            for columns in (4, 12, 20):
-                cut = linear.plan(tiles.Tiles(kind, (n, k), data, paired), columns)
+            for columns in (8, 16, 32):
+                cut = linear.plan(tiles.Tiles(kind, (n, k), data, paired), columns, card.shared_bytes)
                 small = torch.zeros(cut.row_blocks * cut.side, k // 64, tiles.BLOCK[kind], dtype=torch.int32)
                 linear.stream(zeros(columns, k), tiles.Tiles(kind, (16 * len(small), k), small, paired), cut)
         if kind != "bf16":

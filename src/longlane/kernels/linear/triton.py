@@ -9,7 +9,7 @@ beside it. Written in Gluon because the point is which thread holds what: a Trit
 them through shared memory (see `bench/results/log.md`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -456,8 +456,21 @@ class Plan:
 SPLIT = 4
 
 
-def plan(tiles: Tiles, columns: int) -> Plan:
-    """Cuts that were fastest on an H200 (`bench/results/log.md`); none needs more than 99 KB of shared memory."""
+def plan(tiles: Tiles, columns: int, shared_bytes: int) -> Plan:
+    """The fastest cut of an H200 (`bench/results/log.md`), made smaller until it fits the shared memory of a program.
+    Neither stages nor blocks a step change the bits."""
+    cut = _fastest(tiles, columns)
+
+    def need(cut: Plan) -> int:
+        weights = cut.side * cut.row_blocks * tiles_of.BLOCK[tiles.kind] * 4
+        return cut.stages * cut.split * cut.blocks * (weights + 2 * COLUMNS * columns)
+
+    while need(cut) > shared_bytes and cut.stages > 2:
+        cut = replace(cut, stages=cut.stages - 1)
+    return cut if need(cut) <= shared_bytes else replace(cut, blocks=1)
+
+
+def _fastest(tiles: Tiles, columns: int) -> Plan:
     row_blocks, wide = tiles.data.shape[0], columns > 8
     if tiles.paired:
         return Plan(SPLIT, 1, 1, 2, 4 if wide else 6)
@@ -488,7 +501,8 @@ def stream(x: Tensor, tiles: Tiles, cut: Plan | None = None, out: Tensor | None 
     columns = x.shape[0]
     x = _aligned(x, tiles.blocks * COLUMNS)
     n = 8 if columns <= 8 else 16 if columns <= 16 else 32
-    cut = cut or plan(tiles, n)
+    card = properties(x)
+    cut = cut or plan(tiles, n, card.shared_bytes)
     rows = tiles.shape[0] // 2 if tiles.paired else tiles.shape[0]
     if out is None:
         out = torch.empty(columns, rows, dtype=torch.bfloat16, device=x.device)
@@ -497,7 +511,7 @@ def stream(x: Tensor, tiles: Tiles, cut: Plan | None = None, out: Tensor | None 
     row_blocks = cut.side * cut.row_blocks
     assert tiles.blocks % (cut.split * cut.blocks) == 0, (tiles.blocks, cut)
     assert tiles.data.shape[0] % row_blocks == 0, (tiles.data.shape, cut)
-    pdl = properties(x).dependent_launch
+    pdl = card.dependent_launch
     grid = (tiles.data.shape[0] // row_blocks, -(-columns // n))
     _stream[grid](
         x, tiles.data, out, columns, x.stride(0), out.stride(0), rows, tiles.blocks,
