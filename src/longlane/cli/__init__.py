@@ -47,14 +47,19 @@ def load(name: str) -> Any:
 app = typer.Typer(cls=Commands, no_args_is_help=True, **PLAIN)
 
 
-@app.callback()
-def longlane_command(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    """Inference engine and server for Qwen3.5-family hybrid models."""
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         print(longlane.__version__)
         raise typer.Exit
+
+
+@app.callback()
+def longlane_command(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Inference engine and server for Qwen3.5-family hybrid models."""
 
 
 def main() -> None:

@@ -9,10 +9,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import longlane
 from longlane.cli import COMMANDS, app, load, main
 
 ROOT = Path(__file__).parents[3]
 FLAGS = (ROOT / "docs" / "flags.md").read_text()
+
+
+def test_version_needs_no_command() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0, result.output
+    assert result.output.strip() == longlane.__version__
 
 
 def test_help_names_every_command_and_loads_none() -> None:
