@@ -165,11 +165,10 @@ class _Answer:
         self._held: list[tuple[int, Shown]] = []
         self._cached = 0
         self._queue_s = 0.0
-        self._began = self._admitted = time.monotonic()
+        self._began = time.monotonic()
         self._first: float | None = None
 
     def admit(self, message: Admitted) -> None:
-        self._admitted = time.monotonic()
         self._cached = message.cached_tokens
         self._queue_s = message.queue_s
 
@@ -213,7 +212,7 @@ class _Answer:
         first = self._first or now
         timings = Timings(
             queue_s=self._queue_s,
-            prefill_s=first - self._admitted,
+            prefill_s=max(0.0, first - self._began - self._queue_s),
             ttft_s=first - self._began,
             decode_s=now - first,
             total_s=now - self._began,
