@@ -10,6 +10,7 @@ TORCH := torch==2.13.0
 .PHONY: demo serve test nightly lint bench docs clean
 
 $(VENV)/run.stamp: pyproject.toml
+	@echo "Installing into $(VENV): torch and what stands on it, 1.2 GB on disk, a few minutes the first time"
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
@@ -21,7 +22,7 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	touch $@
 
 demo: $(VENV)/run.stamp
-	$(BIN)/longlane chat $(MODEL) --max-tokens 256 --prompt "$(PROMPT)"
+	$(BIN)/longlane chat $(MODEL) --max-tokens 256 --seed 1 --prompt "$(PROMPT)"
 
 serve: $(VENV)/run.stamp
 	$(BIN)/longlane serve $(MODEL)

@@ -120,7 +120,7 @@ class Memory:
     def allowed_new(self, prompt_tokens: int, max_new: int) -> int:
         """How many of `max_new` tokens can follow a prompt; raises `RequestError` when not even one can."""
         pool = self._pages.usable * PAGE
-        bound, flag = min((self._max_context, "--max-context"), (pool, "--kv-capacity"))
+        bound, flag = (pool, "--kv-capacity") if pool < self._max_context else (self._max_context, "--max-context")
         room = bound - prompt_tokens
         if room < min(1, max_new):
             raise RequestError(

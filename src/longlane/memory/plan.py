@@ -193,7 +193,8 @@ def _refusal(req: PlanRequest, pools: list[Pool], fits: int, least: int) -> str:
         return (
             f"device memory: the pools besides KV need {(req.device_bytes - left) / GIB:.2f} GiB of "
             f"{req.device_bytes / GIB:.2f} GiB (the largest, {largest.name}, {largest.bytes / GIB:.2f} GiB), "
-            "which leaves no page; use fewer lanes, smaller weights or a larger card"
+            f"which leaves no page; it would fit into {(req.device_bytes - left + (least + 1) * page) / GIB:.2f} GiB, "
+            "less with smaller weights"
         )
     need = f"{least * PAGE:,} tokens at {page // PAGE:,} B each are {(least + 1) * page / GIB:.2f} GiB"
     cures = [_shrunk(req, fits)]

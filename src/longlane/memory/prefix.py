@@ -104,7 +104,9 @@ class PrefixTree:
             return f"evicted after {used}"
         if common > used and common >= limit:
             return f"no checkpoint after {used}"
-        return f"differs at {common}" if common else "no common prefix"
+        if common:
+            return f"differs at {common}"
+        return "no common prefix" if self.stateful else "no full page in common"
 
     def _digests(self, node: Node, words: bytes) -> Iterator[bytes]:
         """Of `node` and of the pages that the prompt would have under it."""
