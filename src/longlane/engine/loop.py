@@ -262,9 +262,7 @@ class Engine:
         job.prefill_s += took
         job.computed_tokens += len(token_ids)
         self._prefill_tokens += len(token_ids)
-        # Less than a page mostly costs what every step does: it would make the next chunks short for nothing.
-        if len(token_ids) >= PAGE:
-            self._token_s = took / len(token_ids)
+        self._token_s = scheduler.token_cost(self._token_s, took, len(token_ids))
         self._conclude(step, [Outcome(job, token_ids, decision)])
         if end == len(job.tokens) and not decides:
             self._finish(job, "length")

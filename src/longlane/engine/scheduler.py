@@ -104,6 +104,12 @@ def chunk_size(token_s: float | None, limit_s: float, prefill_chunk: int) -> int
     return min(prefill_chunk, pages * PAGE)
 
 
+def token_cost(known_s: float | None, took_s: float, tokens: int) -> float | None:
+    """Cost of a prefill token after a chunk. Less than a page mostly costs what every step does, and says nothing: it
+    would make the next chunks short."""
+    return took_s / tokens if tokens >= PAGE else known_s
+
+
 def settle(debt_s: float, decode_s: float, prefill_s: float, decode_floor: float) -> float:
     """The debt after a step that spent `decode_s` on decode rows and `prefill_s` on a chunk beside them.
 

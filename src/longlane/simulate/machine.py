@@ -10,7 +10,7 @@ from typing import Literal
 
 from longlane.config import EngineConfig
 from longlane.engine import scheduler
-from longlane.engine.scheduler import Chunk, Running, Snapshot, StepPlan, Waiting
+from longlane.engine.scheduler import Chunk, Running, Snapshot, StepPlan, Waiting, token_cost
 from longlane.memory.manager import Lease, Memory
 from longlane.memory.pages import PagePool
 from longlane.memory.plan import PAGE
@@ -257,7 +257,7 @@ class Machine:
         end = min(start + tokens, *(stop for stop in (*lease.stops, len(job.tokens)) if stop > start))
         took = self._cost.prefill_s(start, end - start)
         self._now += took
-        self._token_s = took / (end - start)
+        self._token_s = token_cost(self._token_s, took, end - start)
         job.skipped = 0
         self._memory.commit(lease, job.tokens[start:end])
         if end == len(job.tokens):

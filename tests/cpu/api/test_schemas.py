@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from longlane.api.schemas import UNSUPPORTED, ChatRequest, CompletionRequest, parse
@@ -136,6 +136,8 @@ json_values = st.recursive(
 names = st.sampled_from([*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__])
 
 
+# The first text that is drawn loads the tables of Unicode, which counts as a slow draw.
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(body=st.dictionaries(names, json_values, max_size=4), kind=st.sampled_from([ChatRequest, CompletionRequest]))
 def test_any_object_is_a_request_or_an_error(body: dict[str, Any], kind: type) -> None:
     try:

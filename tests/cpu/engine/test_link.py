@@ -34,6 +34,7 @@ class Looping:
     def __init__(self, *, idle: bool, stalled: bool) -> None:
         self.idle, self.stalled = idle, stalled
         self.waits: list[float] = []
+        self.closed = 0
 
     def receive(self, wait_s):
         self.waits.append(wait_s)
@@ -49,6 +50,9 @@ class Looping:
 
     def send(self, messages): ...
 
+    def close(self):
+        self.closed += 1
+
 
 @pytest.mark.parametrize(
     ("idle", "stalled", "wait_s"),
@@ -58,6 +62,7 @@ def test_nothing_to_compute_is_waited_for_and_not_asked_for(idle, stalled, wait_
     both = Looping(idle=idle, stalled=stalled)
     process.Service(both, both).run()
     assert both.waits == [wait_s]
+    assert both.closed == 1, "an orderly stop flushes the disk tier"
 
 
 def test_malformed_frames_are_dropped_and_the_next_is_read(tmp_path, caplog):
