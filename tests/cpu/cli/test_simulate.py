@@ -1,6 +1,5 @@
 """`longlane simulate`: what it prints, and how it refuses."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -85,7 +84,6 @@ def test_a_plot_needs_matplotlib(tmp_path, monkeypatch):
     assert "matplotlib" in result.exception.message
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 def test_a_plot_is_drawn(tmp_path):
     (tmp_path / "trace.jsonl").write_text(LINES)
     args = ["simulate", "--trace", str(tmp_path / "trace.jsonl"), "--plot", str(tmp_path / "a.png")]
