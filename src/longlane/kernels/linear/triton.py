@@ -390,7 +390,7 @@ def _stream(
     row = row_block * 16 + tile % 16
     column = gl.arange(0, n, layout=gl.SliceLayout(0, OUT))[None, :]
     target = out + (first_column + column) * out_stride + row
-    gl.store(target, sums.to(gl.bfloat16), mask=(column < columns) & (row < N))
+    gl.store(target, sums.to(out.dtype.element_ty), mask=(column < columns) & (row < N))
 
 
 @gluon.jit
@@ -497,7 +497,7 @@ def linear(x: Tensor, tiles: Tiles, out: Tensor | None = None) -> Tensor:
 
 
 def stream(x: Tensor, tiles: Tiles, cut: Plan | None = None, out: Tensor | None = None) -> Tensor:
-    """`linear` for few columns, a column's bits independent of the others."""
+    """`linear` for few columns, a column's bits independent of the others. `out` may be float32."""
     columns = x.shape[0]
     x = _aligned(x, tiles.blocks * COLUMNS)
     n = 8 if columns <= 8 else 16 if columns <= 16 else 32
