@@ -7,6 +7,7 @@ from typing import Literal
 
 KvDtype = Literal["auto", "float64", "float32", "bf16", "int8", "fp8", "rk8v4", "rk4v4", "rk4v4-e8", "rk2v4-e8"]
 ComputeDtype = Literal["auto", "float64", "float32", "bf16"]
+GdnState = Literal["fp32", "bf16"]
 WeightsMode = Literal["auto", "groupwise-int", "int8", "bf16"]
 SpecMode = Literal["off", "mtp", "lookup", "mtp+lookup"]
 
@@ -26,6 +27,7 @@ class EngineConfig:
     dtype: ComputeDtype = "auto"
     weights: WeightsMode = "auto"
     kv_dtype: KvDtype = "auto"
+    gdn_state: GdnState = "fp32"
     max_context: int | None = None
     kv_capacity: int | None = None
     max_concurrency: int = 1

@@ -144,7 +144,7 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a model must be given, per token and per lane. Bytes are the plan's business.
 
     kv_layers counts the attention layers of the text model, mtp_layers those of the MTP head (same head shape).
-    Recurrent state is [slots, value_heads, value_dim, key_dim] float32 per GDN layer; the convolution history is
+    Recurrent state is [slots, value_heads, value_dim, key_dim] per GDN layer; the convolution history is
     [slots, channels, taps - 1].
     """
 

@@ -114,11 +114,12 @@ def columns_of_attention_are_independent(
 
 
 class Mixer:
-    """Inputs of a Gated DeltaNet step; slots that must not be read are NaN."""
+    """Inputs of a Gated DeltaNet step; slots that must not be read are NaN. state: the dtype of kept states."""
 
     def __init__(
-        self, rows: Ragged, geometry: tuple[int, int, int, int], device: str, dtype: torch.dtype, taps: int = 4
-    ) -> None:
+        self, rows: Ragged, geometry: tuple[int, int, int, int], device: str, dtype: torch.dtype,
+        state: torch.dtype = torch.float32, taps: int = 4,
+    ) -> None:  # fmt: skip
         value_heads, key_heads, value_dim, key_dim = geometry
         self.rows, self.dtype = rows, dtype
         channels = 2 * key_heads * key_dim + value_heads * value_dim
@@ -127,7 +128,7 @@ class Mixer:
         self.weight = torch.randn(taps, channels, device=device)
         self.a_log, self.dt_bias = torch.randn(2, value_heads, device=device)
         slots = rows.rows + 2
-        self.state = torch.full((slots, value_heads, value_dim, key_dim), torch.nan, device=device)
+        self.state = torch.full((slots, value_heads, value_dim, key_dim), torch.nan, device=device, dtype=state)
         self.history = torch.full((slots, channels, taps - 1), torch.nan, device=device, dtype=dtype)
         for slot, context in zip(rows.slots.tolist(), rows.context, strict=True):
             if context:
@@ -151,24 +152,24 @@ class Mixer:
 
 def gdn(
     route: ModuleType, lengths: tuple[int, ...], context: tuple[int, ...], geometry: tuple[int, int, int, int],
-    device: str, dtype: torch.dtype, *, advance: bool,
+    device: str, dtype: torch.dtype, *, advance: bool, state: torch.dtype = torch.float32,
 ) -> None:  # fmt: skip
-    case = Mixer(rows_on(device, lengths, context), geometry, device, dtype)
+    case = Mixer(rows_on(device, lengths, context), geometry, device, dtype, state)
     want = case.run(naive_gdn, advance=advance)
     # The same mixer input for both, so that a rounding of the convolution is not counted twice.
     got = case.run(route, advance=advance, qkv=want[0])
-    for a, b in zip(got, want, strict=True):
-        assert_close(a, b, dtype)
+    for a, b, of in zip(got, want, (dtype, dtype, state, dtype), strict=True):
+        assert_close(a, b, max(dtype, state, of, key=TOLERANCE.__getitem__))
 
 
 def fold_is_decode(
     route: ModuleType, columns: int, contexts: tuple[int, ...], accepted: tuple[int, ...],
-    geometry: tuple[int, int, int, int], device: str, dtype: torch.dtype,
+    geometry: tuple[int, int, int, int], device: str, dtype: torch.dtype, kept: torch.dtype = torch.float32,
 ) -> None:  # fmt: skip
     """Verify leaves the caches; fold moves them as that many decode steps do, and columns equal decode steps, bit for
     bit."""
     rows = rows_on(device, (columns,) * len(contexts), contexts)
-    case = Mixer(rows, geometry, device, dtype)
+    case = Mixer(rows, geometry, device, dtype, kept)
     qkv, verified, state, history = case.run(route, advance=False)
     assert torch.equal(state.nan_to_num(7), case.state.nan_to_num(7))
     assert torch.equal(history.nan_to_num(7), case.history.nan_to_num(7))

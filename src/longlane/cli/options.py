@@ -25,6 +25,7 @@ HELP = {
     "dtype": _option("Arithmetic: auto is the fastest route of the device."),
     "weights": _option("How a Hugging Face directory is loaded; an artifact is taken as it is."),
     "kv_dtype": _option("Format of cached keys and values."),
+    "gdn_state": _option("Format of recurrent states; bf16 halves them."),
     "max_context": _option("Most tokens of prompt and answer together. Default 8192.", min=1),
     "kv_capacity": _option(
         "Tokens in the KV pool, or auto: what lanes x context need, at most what fits. Default auto.",

@@ -12,7 +12,7 @@ from longlane.artifact.inventory import GEOMETRIES, Section, tensor_bytes
 from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
 from longlane.cli.tables import print_plan
-from longlane.config import SpecMode
+from longlane.config import GdnState, SpecMode
 from longlane.errors import ConfigError
 from longlane.memory.plan import GIB, MIB, PlanRequest, activation_width, choose_context, make_plan, max_drafts
 from longlane.models.registry import cache_spec
@@ -31,6 +31,7 @@ def plan(
         typer.Option(help="groupwise-int, int8 or bf16; default of a geometry the first, of a directory the last."),
     ] = None,
     kv_dtype: Annotated[str, typer.Option(help="Format of keys and values.")] = "bf16",
+    gdn_state: Annotated[GdnState, typer.Option(help="Format of recurrent states.")] = "fp32",
     max_concurrency: Annotated[int, typer.Option(help="Lanes, 1 to 16.")] = 1,
     max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and answer; default 8192.")] = None,
     kv_capacity: Annotated[str, typer.Option(help="Tokens in the KV pool, or auto: what fits.")] = "auto",
@@ -62,6 +63,7 @@ def plan(
         vocab_size=int(config["vocab_size"]),
         width=activation_width(config),
         kv_dtype=kv_dtype,
+        gdn_state=gdn_state,
         lanes=max_concurrency,
         max_context=choose_context(max_context, int(config["max_position_embeddings"])),
         kv_capacity=None if kv_capacity == "auto" else _capacity(kv_capacity),

@@ -27,7 +27,6 @@ from longlane.memory.plan import (
     make_plan,
     max_drafts,
     page_bytes,
-    state_bytes,
 )
 from longlane.memory.prefix import PrefixTree
 from longlane.memory.states import SlotPool
@@ -68,10 +67,16 @@ def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
     )
     progress(Loading(stage="loading weights", done=1, total=1))
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
-    plan = plan_memory(config, loaded, kv_dtype, device)
+    plan = plan_memory(config, loaded, dtype, kv_dtype, device)
     slots = plan.lanes + spare_slots(config)
     caches = new_caches(
-        loaded.spec, pages=plan.kv_pages + 1, slots=slots + 1, codec=kv_dtype, dtype=DTYPES[dtype], device=device
+        loaded.spec,
+        pages=plan.kv_pages + 1,
+        slots=slots + 1,
+        codec=kv_dtype,
+        dtype=DTYPES[dtype],
+        device=device,
+        gdn_state=config.gdn_state,
     )
     speculator = None if config.spec == "off" else Speculator(config, loaded.model.mtp, caches)
     runner = Runner(loaded.model, caches, device, known_tokens(path, loaded.info.vocab_size))
@@ -129,7 +134,7 @@ def new_memory(config: EngineConfig, path: Path, spec: CacheSpec, plan: MemoryPl
         slots,
         stateful=spec.gdn_layers > 0,
         page_bytes=page_bytes(spec, plan.kv_dtype),
-        slot_bytes=state_bytes(spec),
+        slot_bytes=sum(plane[0].nbytes for plane in caches.slot_planes()),
         watchers=[tiers] if tiers else [],
     )
     last = config.auto_long_anchors
@@ -151,7 +156,7 @@ def new_tiers(config: EngineConfig, path: Path, spec: CacheSpec, plan: MemoryPla
     arena = Arena(caches.page_planes(), caches.slot_planes(), pages=pages, states=states)
     if config.disk_cache is None:
         return Tiers(arena)
-    model = fingerprint(weights_identity(path), plan.kv_dtype, config.dtype, config.weights, spec)
+    model = fingerprint(weights_identity(path), plan.kv_dtype, config.dtype, config.gdn_state, config.weights, spec)
     try:
         disk = Disk(config.disk_cache, config.disk_cache_gib << 30, model)
     except OSError as error:
@@ -170,7 +175,9 @@ def host_states(config: EngineConfig) -> int:
     return private * (2 + config.max_long_anchors_per_continuation) + shared
 
 
-def plan_memory(config: EngineConfig, loaded: LoadedModel, kv_dtype: str, device: torch.device) -> MemoryPlan:
+def plan_memory(
+    config: EngineConfig, loaded: LoadedModel, dtype: str, kv_dtype: str, device: torch.device
+) -> MemoryPlan:
     """The plan for what is loaded, on what this machine has. Raises `PlanError`."""
     on_card = device.type == "cuda"
     return make_plan(
@@ -180,7 +187,9 @@ def plan_memory(config: EngineConfig, loaded: LoadedModel, kv_dtype: str, device
             weights={"all": loaded.info.weights_bytes},
             vocab_size=loaded.info.vocab_size,
             width=activation_width(loaded.config),
+            dtype=dtype,
             kv_dtype=kv_dtype,
+            gdn_state=config.gdn_state,
             lanes=config.max_concurrency,
             max_context=choose_context(config.max_context, loaded.info.max_context),
             kv_capacity=config.kv_capacity,

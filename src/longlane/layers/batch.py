@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from longlane.config import GdnState
 from longlane.kernels.gdn import Record
 from longlane.kernels.kv_codec import KVPages, allocate
 from longlane.kernels.ragged import Ragged, ragged
@@ -86,19 +87,28 @@ class Caches:
 
 
 def new_caches(
-    spec: CacheSpec, *, pages: int, slots: int, codec: str, dtype: torch.dtype, device: torch.device | str
+    spec: CacheSpec,
+    *,
+    pages: int,
+    slots: int,
+    codec: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    gdn_state: GdnState = "fp32",
 ) -> Caches:
-    """Caches of `pages` and `slots` (index 0 of each included) for a model that computes in `dtype`.
+    """Caches of `pages` and `slots` (index 0 of each included) for a model that computes in `dtype`. In float64 an
+    "fp32" state is float64 too.
 
     States start as zeros, but need not: a row with context 0 does not read its slot.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    recurrent = torch.bfloat16 if gdn_state == "bf16" else wide
     attention = spec.kv_layers + spec.mtp_layers
     state = (slots, spec.gdn_value_heads, spec.gdn_value_dim, spec.gdn_key_dim)
     conv = (slots, spec.conv_channels, spec.conv_history)
     return Caches(
         kv=[allocate(codec, pages, spec.kv_heads, spec.head_dim, device) for _ in range(attention)],
-        state=[torch.zeros(state, dtype=wide, device=device) for _ in range(spec.gdn_layers)],
+        state=[torch.zeros(state, dtype=recurrent, device=device) for _ in range(spec.gdn_layers)],
         conv=[torch.zeros(conv, dtype=dtype, device=device) for _ in range(spec.gdn_layers)],
         carry=torch.zeros(slots, spec.hidden, dtype=dtype, device=device) if spec.mtp_layers else None,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from longlane.config import SpecMode
+from longlane.config import GdnState, SpecMode
 from longlane.errors import PlanError
 from longlane.kernels.kv_codec.layout import CODECS, GROUP, divides, vector_bytes
 from longlane.types import CacheSpec, MemoryPlan, Pool
@@ -27,6 +27,7 @@ GRAPH_BYTES = 8 * MIB
 # Encoder activations for 1,024 merged image tokens.
 VISION_BYTES_PER_KTOKEN = 62 * MIB
 
+VALUE_BYTES = {"float64": 8, "float32": 4, "bf16": 2}
 DEFAULT_CONTEXT = 8192
 # The decode kernels serve 16 columns, so no verify step is wider.
 MAX_MTP_DRAFTS = 5
@@ -39,7 +40,7 @@ class PlanRequest:
 
     `width` is the widest activation of one token in values (gate and up together for a SwiGLU block).
     `kv_capacity` None fills what fits, at most lanes x max_context. `state_slots` counts images beside the lanes' own.
-    `vision_tokens` 0 means no vision tower.
+    `vision_tokens` 0 means no vision tower. `dtype` is that of the arithmetic, a name of `VALUE_BYTES`.
     """
 
     device_bytes: int
@@ -50,6 +51,8 @@ class PlanRequest:
     kv_dtype: str
     lanes: int
     max_context: int
+    dtype: str = "bf16"
+    gdn_state: GdnState = "fp32"
     kv_capacity: int | None = None
     state_slots: int = 0
     prefill_chunk: int = 1024
@@ -91,17 +94,21 @@ def page_bytes(spec: CacheSpec, kv_dtype: str) -> int:
     return PAGE * per_head * spec.kv_heads * (spec.kv_layers + spec.mtp_layers)
 
 
-def state_bytes(spec: CacheSpec) -> int:
-    """Bytes of one state image: float32 recurrence, bf16 convolution history, bf16 MTP carry."""
-    recurrent = spec.gdn_value_heads * spec.gdn_value_dim * spec.gdn_key_dim * 4
-    conv = spec.conv_channels * spec.conv_history * 2
-    carry = spec.hidden * 2 if spec.mtp_layers else 0
+def state_bytes(spec: CacheSpec, dtype: str = "bf16", gdn_state: GdnState = "fp32") -> int:
+    """Bytes of one state image: the recurrence in the format of `gdn_state` (float64 in float64), the convolution
+    history and the MTP carry in `dtype`."""
+    value = VALUE_BYTES[dtype]
+    recurrent = spec.gdn_value_heads * spec.gdn_value_dim * spec.gdn_key_dim
+    recurrent *= 2 if gdn_state == "bf16" else max(4, value)
+    conv = spec.conv_channels * spec.conv_history * value
+    carry = spec.hidden * value if spec.mtp_layers else 0
     return spec.gdn_layers * (recurrent + conv) + carry
 
 
-def record_bytes(spec: CacheSpec) -> int:
-    """Bytes a verify step records per column to fold from: k and v in bf16, g and beta in float32, a conv column."""
-    per_layer = 2 * spec.conv_channels * 2 + spec.gdn_value_heads * 8
+def record_bytes(spec: CacheSpec, dtype: str = "bf16") -> int:
+    """Bytes a verify step records per column to fold from: inputs and outputs of the convolution, g and beta in
+    float32."""
+    per_layer = 2 * spec.conv_channels * VALUE_BYTES[dtype] + spec.gdn_value_heads * 8
     return spec.gdn_layers * per_layer
 
 
@@ -110,16 +117,16 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
     spec, columns = req.spec, req.draft_tokens + 1
     graphs = req.lanes * (2 if req.draft_tokens else 1)
     # The widest activations of a chunk, their float32 twin in the recurrent layers, and the logits of a decode step.
-    workspace = req.prefill_chunk * (4 * req.width + 6 * max(spec.conv_channels, spec.hidden) * 2)
+    workspace = req.prefill_chunk * VALUE_BYTES[req.dtype] * (2 * req.width + 6 * max(spec.conv_channels, spec.hidden))
     workspace += req.lanes * columns * req.vocab_size * 4
     pools = [Pool(name=f"weights: {part}", bytes=size) for part, size in req.weights.items() if size]
     if spec.gdn_layers:
-        images = req.lanes + req.state_slots + 1
-        per_image = f"{state_bytes(spec) / MIB:.1f} MiB"
+        images, image = req.lanes + req.state_slots + 1, state_bytes(spec, req.dtype, req.gdn_state)
+        per_image = f"{image / MIB:.1f} MiB ({req.gdn_state})"
         note = f"{images} images of {per_image}: {req.lanes} lanes, {req.state_slots} spare, 1 scratch"
-        pools.append(Pool(name="recurrent state", bytes=images * state_bytes(spec), note=note))
+        pools.append(Pool(name="recurrent state", bytes=images * image, note=note))
     if req.draft_tokens and spec.gdn_layers:
-        size = req.lanes * columns * record_bytes(spec)
+        size = req.lanes * columns * record_bytes(spec, req.dtype)
         pools.append(Pool(name="verify records", bytes=size, note=f"{columns} columns a lane"))
     pools.append(Pool(name="workspace", bytes=workspace, note=f"chunk of {req.prefill_chunk} tokens, decode logits"))
     if req.vision_tokens:

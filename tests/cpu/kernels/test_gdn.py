@@ -15,7 +15,7 @@ TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 class Case:
     """Inputs of one step and caches whose unused slots, and those of rows that begin, are NaN."""
 
-    def __init__(self, rows: Ragged, dtype: torch.dtype) -> None:
+    def __init__(self, rows: Ragged, dtype: torch.dtype, kept: torch.dtype | None = None) -> None:
         torch.manual_seed(7)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.rows = rows
@@ -25,7 +25,7 @@ class Case:
         self.weight = torch.randn(TAPS, CHANNELS, dtype=wide)
         self.a_log = torch.randn(VALUE_HEADS, dtype=wide)
         self.dt_bias = torch.randn(VALUE_HEADS, dtype=wide)
-        self.state = torch.full((rows.rows + 2, VALUE_HEADS, VALUE_DIM, KEY_DIM), torch.nan, dtype=wide)
+        self.state = torch.full((rows.rows + 2, VALUE_HEADS, VALUE_DIM, KEY_DIM), torch.nan, dtype=kept or wide)
         self.history = torch.full((rows.rows + 2, CHANNELS, TAPS - 1), torch.nan, dtype=dtype)
         for slot, context in zip(rows.slots.tolist(), rows.context, strict=True):
             if context:
@@ -94,6 +94,29 @@ def test_fold_equals_its_oracle():
         route.fold(record, accepted, case.a_log, case.dt_bias, state, history, case.rows)
         results.append((state, history))
     assert_close(*results, torch.float64)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_state_in_bfloat16_equals_the_recurrence(shape):
+    case = Case(make_rows(*SHAPES[shape]), torch.float32, torch.bfloat16)
+    assert_close(case.run(cpu), case.run(naive), torch.bfloat16)
+
+
+def test_a_state_in_bfloat16_is_rounded_in_a_verified_run_as_in_decode():
+    columns, accepted = 4, 3
+    case = Case(make_rows((columns,), (70,)), torch.float64, torch.bfloat16)
+    qkv, verified, folded, history = case.run(cpu, advance=False)
+    record = Record(case.x, qkv, case.a, case.b)
+    cpu.fold(record, torch.tensor([accepted]), case.a_log, case.dt_bias, folded, history, case.rows)
+    decoded = case.state.clone()
+    for column in range(accepted):
+        one = make_rows((1,), (70 + column,))
+        one.slots.copy_(case.rows.slots)
+        token = slice(column, column + 1)
+        gates = (case.a[token], case.b[token], case.a_log, case.dt_bias)
+        out = cpu.delta_rule(qkv[token], *gates, decoded, one, advance=True)
+        torch.testing.assert_close(out, verified[token], rtol=1e-13, atol=1e-14)
+    assert torch.equal(folded.nan_to_num(), decoded.nan_to_num())
 
 
 def test_strong_decay_stays_finite():

@@ -31,5 +31,14 @@ def test_equals_oracle(
     route_checks.gdn(interpreted("gdn"), lengths, context, geometry, "cpu", torch.float32, advance=advance)
 
 
-def test_fold_is_decode() -> None:
-    route_checks.fold_is_decode(interpreted("gdn"), 3, (9, 0, 4), (2, 3, 0), NARROW, "cpu", torch.float32)
+@pytest.mark.parametrize("shape", [((1, 1), (0, 63), NARROW), ((65, 2), (0, 9), WIDE)], ids=["decode", "chunks"])
+def test_a_state_in_bfloat16_equals_the_oracle(
+    shape: tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int, int]],
+) -> None:
+    route = interpreted("gdn")
+    route_checks.gdn(route, *shape, "cpu", torch.float32, advance=True, state=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=str)
+def test_fold_is_decode(kept: torch.dtype) -> None:
+    route_checks.fold_is_decode(interpreted("gdn"), 3, (9, 0, 4), (2, 3, 0), NARROW, "cpu", torch.float32, kept)

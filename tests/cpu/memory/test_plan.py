@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longlane.config import GdnState
+from longlane.engine.startup import DTYPES
 from longlane.errors import PlanError
 from longlane.kernels.kv_codec.layout import CODECS
-from longlane.memory.plan import GIB, MIB, PlanRequest, make_plan, page_bytes, state_bytes
+from longlane.layers.batch import new_caches
+from longlane.memory.plan import GIB, MIB, VALUE_BYTES, PlanRequest, make_plan, page_bytes, state_bytes
 from longlane.types import CacheSpec
 
 QWEN_27B = CacheSpec(
@@ -70,6 +73,15 @@ def test_bytes_per_token_are_the_published_ones(codec: str, main: int, with_mtp:
 
 def test_state_image_is_146_8_mib() -> None:
     assert (state_bytes(QWEN_27B) - 2 * 5120) / MIB == pytest.approx(146.8125)
+    assert (state_bytes(QWEN_27B, gdn_state="bf16") - 2 * 5120) / MIB == pytest.approx(74.8125)
+
+
+@pytest.mark.parametrize("gdn_state", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", VALUE_BYTES)
+def test_a_state_image_is_what_the_caches_hold_for_a_slot(dtype: str, gdn_state: GdnState) -> None:
+    spec = msgspec.structs.replace(QWEN_27B, kv_layers=0, mtp_layers=1, gdn_layers=2)
+    caches = new_caches(spec, pages=1, slots=1, codec="bf16", dtype=DTYPES[dtype], device="cpu", gdn_state=gdn_state)
+    assert sum(plane.nbytes for plane in caches.slot_planes()) == state_bytes(spec, dtype, gdn_state)
 
 
 @pytest.mark.parametrize("slots", ["as lanes", "six"])

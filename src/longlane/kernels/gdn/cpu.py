@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longlane.kernels.gdn.naive import gates
+from longlane.kernels.gdn.naive import arithmetic, gates
 from longlane.kernels.gdn.record import Record
 from longlane.kernels.ragged import Ragged
 
@@ -28,15 +28,20 @@ def causal_conv(x: Tensor, weight: Tensor, history: Tensor, rows: Ragged, *, adv
 def delta_rule(
     qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, rows: Ragged, *, advance: bool
 ) -> Tensor:
-    q, k, v = _heads(qkv.to(state.dtype), state)
+    wide = arithmetic(state, qkv)
+    q, k, v = _heads(qkv.to(wide), state)
     log_alpha, beta = gates(a, b, a_log, dt_bias)
-    in_place = advance and rows.tokens == 1 and rows.context[0] > 0
-    s = state[int(rows.slots[0])][None] if in_place else _initial(state, rows)
+    in_place = advance and rows.tokens == 1 and rows.context[0] > 0 and state.dtype == wide
+    s = state[int(rows.slots[0])][None] if in_place else _initial(state, rows).to(wide)
     if rows.tokens == rows.rows:
         out = _step(s, q, k, v, log_alpha.exp(), beta)
     elif not advance:
         split = [_by_row(x, rows).unbind(1) for x in (q, k, v, log_alpha.exp(), beta)]
-        out = torch.stack([_step(s, *column) for column in zip(*split, strict=True)], dim=1).flatten(0, 1)
+        columns = []
+        for column in zip(*split, strict=True):
+            columns.append(_step(s, *column))
+            _round(s, state.dtype)
+        out = torch.stack(columns, dim=1).flatten(0, 1)
     else:
         pieces = []
         for row, (start, end, _) in enumerate(rows.spans()):
@@ -45,22 +50,24 @@ def delta_rule(
             pieces.append(piece)
         out = torch.cat(pieces)
     if advance and not in_place:
-        state.index_copy_(0, rows.slots, s)
+        state.index_copy_(0, rows.slots, s.to(state.dtype))
     return out.mul_(state.shape[-1] ** -0.5).to(qkv.dtype)
 
 
 def fold(
     record: Record, accepted: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, history: Tensor, rows: Ragged
 ) -> None:
-    _, k, v = _heads(record.qkv.to(state.dtype), state)
+    wide = arithmetic(state, record.qkv)
+    _, k, v = _heads(record.qkv.to(wide), state)
     log_alpha, beta = gates(record.a, record.b, a_log, dt_bias)
-    s = _initial(state, rows)
+    s = _initial(state, rows).to(wide)
     split = [_by_row(x, rows).unbind(1) for x in (k, v, log_alpha.exp(), beta)]
     for column, (kt, vt, alpha, strength) in enumerate(zip(*split, strict=True)):
         # A rejected column is the identity: decay 1, write 0.
         live = (accepted > column)[:, None]
         _update(s, kt, vt, alpha.where(live, 1.0), strength.where(live, 0.0))
-    state.index_copy_(0, rows.slots, s)
+        _round(s, state.dtype)
+    state.index_copy_(0, rows.slots, s.to(state.dtype))
 
     past = _initial(history, rows).transpose(1, 2)
     window = torch.cat((past, _by_row(record.x, rows).to(past.dtype)), dim=1)
@@ -116,6 +123,12 @@ def _update(s: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Non
     s.mul_(alpha[..., None, None])
     recalled = (s * k[..., None, :]).sum(-1)
     s.addcmul_(v.sub(recalled).mul_(beta[..., None])[..., None], k[..., None, :])
+
+
+def _round(s: Tensor, dtype: torch.dtype) -> None:
+    """s as it would be read back from a cache of `dtype`, in place: what the next decode step would see."""
+    if s.dtype != dtype:
+        s.copy_(s.to(dtype))
 
 
 def _step(s: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:

@@ -61,14 +61,20 @@ def fold(
 
 
 def _step(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of one row: (o [Hv, Dv], next state [Hv, Dv, Dk])."""
-    q, k, v = heads(qkv.to(state.dtype), *state.shape)
-    log_alpha, beta = gates(a, b, a_log.to(state.dtype), dt_bias.to(state.dtype))
-    state = state * log_alpha.exp()[:, None, None]
-    u = beta[:, None] * (v - torch.einsum("hvk,hk->hv", state, k))
-    state = state + u[:, :, None] * k[:, None, :]
-    out = torch.einsum("hvk,hk->hv", state, q) * state.shape[-1] ** -0.5
-    return out.to(qkv.dtype), state
+    """One token of one row: (o [Hv, Dv], next state [Hv, Dv, Dk], as it is stored)."""
+    wide = arithmetic(state, qkv)
+    q, k, v = heads(qkv.to(wide), *state.shape)
+    log_alpha, beta = gates(a, b, a_log.to(wide), dt_bias.to(wide))
+    s = state.to(wide) * log_alpha.exp()[:, None, None]
+    u = beta[:, None] * (v - torch.einsum("hvk,hk->hv", s, k))
+    s = s + u[:, :, None] * k[:, None, :]
+    out = torch.einsum("hvk,hk->hv", s, q) * s.shape[-1] ** -0.5
+    return out.to(qkv.dtype), s.to(state.dtype)
+
+
+def arithmetic(state: Tensor, x: Tensor) -> torch.dtype:
+    """The dtype of sums over a state: the wider of its own and the input's, at least float32."""
+    return torch.promote_types(torch.promote_types(state.dtype, x.dtype), torch.float32)
 
 
 def heads(qkv: Tensor, value_heads: int, value_dim: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor]:

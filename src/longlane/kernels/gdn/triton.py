@@ -131,7 +131,7 @@ def _recurrence(
     place = state + ((slot * HV + head) * DV + value)[:, None] * DK + i
     inside = (value < DV)[:, None] & (i < DK)
     # No other kernel of the step writes this state, so it is on its way before the kernel that makes qkv has ended.
-    s = tl.load(place, mask=inside & (tl.load(contexts + row) > 0), other=0.0)
+    s = tl.load(place, mask=inside & (tl.load(contexts + row) > 0), other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -147,8 +147,9 @@ def _recurrence(
         if not FOLD:
             o = tl.sum(s * q, axis=1) / tl.sqrt(DK * 1.0)
             tl.store(out + (token * HV + head) * DV + value, o.to(out.dtype.element_ty), mask=value < DV)
+        s = s.to(state.dtype.element_ty).to(tl.float32)
     if ADVANCE:
-        tl.store(place, s, mask=inside)
+        tl.store(place, s.to(state.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -259,7 +260,7 @@ def _walk(
     slot = tl.load(slots + row).to(tl.int64)
     place = state + ((slot * HV + head) * DV + value) * DK + i[:, None]
     inside = (value < DV) & (i < DK)[:, None]
-    s = tl.load(place, mask=inside & (tl.load(contexts + row) > 0), other=0.0)
+    s = tl.load(place, mask=inside & (tl.load(contexts + row) > 0), other=0.0).to(tl.float32)
     r = tl.arange(0, CHUNK)
     for chunk in range(tl.cdiv(length, CHUNK)):
         t = chunk * CHUNK + r
@@ -278,7 +279,7 @@ def _walk(
         keys = tl.load(kept + key, mask=keys_inside, other=0.0)
         decay = tl.load(decays + (start + chunk * CHUNK).to(tl.int64) * HV + head)
         s = s * decay + tl.dot(tl.trans(keys), fresh.to(dtype), input_precision=PRECISION)
-    tl.store(place, s, mask=inside)
+    tl.store(place, s.to(state.dtype.element_ty), mask=inside)
 
 
 def causal_conv(x: Tensor, weight: Tensor, history: Tensor, rows: Ragged, *, advance: bool) -> Tensor:
