@@ -8,6 +8,7 @@ a draft d is accepted with probability p(d), as in rejection sampling from a one
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -49,21 +50,26 @@ def decide(logits: Tensor, drafts: Sequence[int], row: RowState) -> Decision:
 
 
 def decide_rows(
-    logits: Tensor, drafts: Sequence[Sequence[int]], rows: Sequence[RowState]
+    logits: Tensor,
+    drafts: Sequence[Sequence[int]],
+    rows: Sequence[RowState],
+    *,
+    starts: Sequence[int] | None = None,
+    best: list[tuple[int, float]] | None = None,
 ) -> list[Decision | EngineError]:
-    """`decide` for many rows, their columns packed in order: logits [sum(len(d) + 1), V]. A row that cannot be decided
-    yields its error, the others are not touched by it. Plain greedy rows share one reduction and one transfer.
+    """`decide` for many rows: row r has len(drafts[r]) + 1 columns of logits from starts[r] on, or packed in order. A
+    row that cannot be decided yields its error, the others are not touched by it. Plain greedy rows share one reduction
+    and one transfer, or `best`: lowest id of the largest logit and that logit, of every column of `logits`.
     """
-    assert logits.shape[0] == sum(len(d) + 1 for d in drafts), (logits.shape, drafts)
+    if starts is None:
+        starts = [0, *accumulate(len(run) + 1 for run in drafts)][:-1]
+    assert logits.shape[0] >= starts[-1] + len(drafts[-1]) + 1, (logits.shape, starts, drafts)
     logits = _plain_float(logits)
-    best = None
-    if len({row.vocab_size for row in rows}) == 1 and any(_is_plain_greedy(row) for row in rows):
+    if best is None and len({row.vocab_size for row in rows}) == 1 and any(_is_plain_greedy(row) for row in rows):
         best = _best(logits[:, : rows[0].vocab_size])
     out: list[Decision | EngineError] = []
-    start = 0
-    for run, row in zip(drafts, rows, strict=True):
+    for start, run, row in zip(starts, drafts, rows, strict=True):
         span = slice(start, start + len(run) + 1)
-        start = span.stop
         shared = best[span] if best is not None and _is_plain_greedy(row) else None
         try:
             out.append(_run(logits[span, : row.vocab_size], run, row, shared))
