@@ -1,8 +1,8 @@
 """Executes forward steps: owns the model, its caches and its device. The only place where the engine meets tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,13 +38,18 @@ class Computed:
 
 
 class Runner:
-    """One model on one device. vocab_size: the tokens that may be sampled."""
+    """One model on one device. vocab_size: the tokens that may be sampled.
+
+    last_step: what was asked of the device last, for a fault report; `on_step` hears of it before it is launched.
+    """
 
     def __init__(self, model: Model, caches: Caches, device: torch.device, vocab_size: int) -> None:
         self.model = model
         self.caches = caches
         self.device = device
         self.vocab_size = vocab_size
+        self.last_step: dict[str, Any] = {"number": 0}
+        self.on_step: Callable[[dict[str, Any]], None] = lambda step: None
 
     def batch(self, kind: Kind, rows: Sequence[Row]) -> Batch:
         return build_batch(kind, rows, self.device)
@@ -52,6 +57,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, kind: Kind, rows: Sequence[Row]) -> Computed:
         """Compute the rows' tokens. Returns when the device is done, so that a step can be timed from outside."""
+        self._note(kind, rows)
         batch = self.batch(kind, rows)
         output = self.model.forward(batch, self.caches)
         columns = logit_columns(rows)
@@ -70,6 +76,17 @@ class Runner:
         if step.output.records is not None:
             count = torch.tensor(accepted, dtype=torch.int64, device=self.device)
             self.model.fold(step.batch, self.caches, step.output.records, count)
+
+    def _note(self, kind: Kind, rows: Sequence[Row]) -> None:
+        self.last_step = {
+            "number": self.last_step["number"] + 1,
+            "kind": kind,
+            "rows": len(rows),
+            "columns": [len(row.token_ids) for row in rows],
+            "contexts": [row.lease.length for row in rows],
+            "graphed": False,
+        }
+        self.on_step(self.last_step)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
