@@ -3,34 +3,49 @@
 import torch
 from torch import Tensor
 
-from longlane.kernels.linear import PackedWeight, Prepared, linear, prepare, rows
+from longlane.kernels.linear import Prepared, linear, rows
 from longlane.layers.parameters import Parameters
 
 
 class Linear:
-    """x [N, K] -> [N, rows] by one or several matrices that share the input."""
+    """x [N, K] -> [N, width] by one or several matrices that share the input.
+
+    A paired matrix holds [gate | up] and yields SiLU(gate) * up.
+    """
 
     def __init__(self, parts: list[Prepared]) -> None:
         self.parts = parts
+        self.width = sum(part.width for part in parts)
 
     @classmethod
-    def of(cls, params: Parameters, *names: str) -> "Linear":
+    def of(cls, params: Parameters, *names: str, paired: bool = False) -> "Linear":
         """The products with the named matrices, side by side in this order."""
-        return cls(params.prepare(*names))
+        return cls(params.prepare(*names, paired=paired))
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(self.parts) == 1:
             return linear(x, self.parts[0])
-        return torch.cat([linear(x, part) for part in self.parts], dim=-1)
+        return self._into(x, x.new_empty(x.shape[0], self.width))
+
+    def wide(self, x: Tensor) -> Tensor:
+        """The same in the dtype of sums: float32, float64 for float64."""
+        if x.dtype in (torch.float32, torch.float64):
+            return self(x)
+        return self._into(x, x.new_empty(x.shape[0], self.width, dtype=torch.float32))
+
+    def _into(self, x: Tensor, out: Tensor) -> Tensor:
+        start = 0
+        for part in self.parts:
+            linear(x, part, out=out[:, start : start + part.width])
+            start += part.width
+        return out
 
 
 class Embedding:
-    """ids [N] int64 -> [N, H]. A packed table stays packed: only the rows of a step are decoded."""
+    """ids [N] int64 -> [N, H]."""
 
     def __init__(self, params: Parameters, name: str) -> None:
-        weight = params.matrix(name)
-        packed = isinstance(weight, PackedWeight)
-        self.table = prepare(weight, device=params.device, dtype=params.dtype, packed=packed)
+        self.table = params.table(name)
 
     def __call__(self, ids: Tensor) -> Tensor:
         return rows(self.table, ids)
@@ -40,4 +55,6 @@ def output_head(params: Parameters, name: str, embedding: Embedding, tied: str) 
     """The output matrix `name`, or the embedding's `tied` where a checkpoint has none of its own."""
     if params.has(name):
         return Linear.of(params, name)
-    return Linear([embedding.table]) if embedding.table.dense is not None else Linear.of(params, tied)
+    if embedding.table.dense is not None and not params.tiled:
+        return Linear([embedding.table])
+    return Linear.of(params, tied)

@@ -1,8 +1,7 @@
-"""Feed-forward blocks: SwiGLU, and a mixture of SwiGLU experts with a shared one."""
+"""The SwiGLU feed-forward block."""
 
 from torch import Tensor
 
-from longlane.kernels import norm_rope
 from longlane.layers.linear import Linear
 from longlane.layers.parameters import Parameters
 
@@ -10,9 +9,9 @@ from longlane.layers.parameters import Parameters
 class MLP:
     """down(SiLU(gate x) * up x)."""
 
-    def __init__(self, params: Parameters) -> None:
-        self.gate_up = Linear.of(params, "gate_up")
-        self.down = Linear.of(params, "down")
+    def __init__(self, params: Parameters, prefix: str = "") -> None:
+        self.gate_up = Linear.of(params, f"{prefix}gate_up", paired=True)
+        self.down = Linear.of(params, f"{prefix}down")
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(norm_rope.swiglu(self.gate_up(x)))
+        return self.down(self.gate_up(x))

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from longlane.kernels import norm_rope
-from longlane.kernels.linear import Prepared, linear, prepare
+from longlane.kernels.linear import linear
 from longlane.layers.linear import Linear
+from longlane.layers.mlp import MLP
 from longlane.layers.parameters import Parameters
 
 
@@ -21,29 +22,18 @@ class MoE:
         self.top_k = top_k
         self.router = Linear.of(params, "router_shared_gate")
         self.experts = self.router.parts[0].shape[0] - 1
-        self.gate_up = _split(params, "routed_gate_up", self.experts)
-        self.down = _split(params, "routed_down", self.experts)
-        self.shared_gate_up = Linear.of(params, "shared_gate_up")
-        self.shared_down = Linear.of(params, "shared_down")
+        self.gate_up = params.split("routed_gate_up", self.experts, paired=True)
+        self.down = params.split("routed_down", self.experts)
+        self.shared = MLP(params, "shared_")
 
     def __call__(self, x: Tensor) -> Tensor:
         scores = self.router(x)
         wide = scores if scores.dtype == torch.float64 else scores.float()
         weight, chosen = wide[:, :-1].softmax(-1).topk(self.top_k, dim=-1)
         weight = (weight / weight.sum(-1, keepdim=True)).to(x.dtype)
-        shared = self.shared_down(norm_rope.swiglu(self.shared_gate_up(x)))
-        out = norm_rope.sigmoid_gate(shared, scores[:, -1:])
+        out = norm_rope.sigmoid_gate(self.shared(x), scores[:, -1:])
         for expert in sorted(set(chosen.flatten().tolist())):
             token, place = torch.where(chosen == expert)
-            y = linear(norm_rope.swiglu(linear(x[token], self.gate_up[expert])), self.down[expert])
+            y = linear(linear(x[token], self.gate_up[expert]), self.down[expert])
             out.index_add_(0, token, y * weight[token, place, None])
         return out
-
-
-def _split(params: Parameters, name: str, experts: int) -> list[Prepared]:
-    """One prepared matrix per expert, from the rows of all."""
-    weight = params.matrix(name)
-    rows = weight.shape[0] // experts
-    pieces = [slice(expert * rows, (expert + 1) * rows) for expert in range(experts)]
-    parts = [weight[piece] if isinstance(weight, Tensor) else weight.take(piece) for piece in pieces]
-    return [prepare(part, device=params.device, dtype=params.dtype, packed=params.packed) for part in parts]

@@ -1,27 +1,41 @@
 """Named weights on their way into layers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from longlane.kernels.linear import Prepared, Weight, prepare
+from longlane.kernels.linear import Prepared, Weight, on_tiles, prepare, table
+
+
+@dataclass(slots=True)
+class Resident:
+    """How much was placed on the device so far."""
+
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The weights below `prefix`, to be placed on `device` for activations of `dtype`; `packed` as in `prepare`."""
+    """The weights below `prefix`, to be placed on `device` for activations of `dtype`; `packed` as in `prepare`.
+    `resident` is shared by all that come from one another by `at`."""
 
     weights: Mapping[str, Weight]
     device: torch.device
     dtype: torch.dtype
     prefix: str = ""
     packed: bool = False
+    resident: Resident = field(default_factory=Resident)
 
     def at(self, prefix: str) -> "Parameters":
         return replace(self, prefix=f"{self.prefix}{prefix}/")
+
+    @property
+    def tiled(self) -> bool:
+        """Whether `prepare` makes tiles."""
+        return self.packed and on_tiles(self.device, self.dtype)
 
     def has(self, name: str) -> bool:
         return self.prefix + name in self.weights
@@ -38,14 +52,35 @@ class Parameters:
         weight = self.weights[self.prefix + name]
         assert isinstance(weight, Tensor), name
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return weight.to(device=self.device, dtype=dtype or wide)
+        placed = weight.to(device=self.device, dtype=dtype or wide)
+        self.resident.nbytes += placed.nbytes
+        return placed
 
-    def prepare(self, *names: str) -> list[Prepared]:
+    def table(self, name: str) -> Prepared:
+        """A matrix whose rows are gathered."""
+        placed = table(self.matrix(name), device=self.device, dtype=self.dtype)
+        self.resident.nbytes += placed.nbytes
+        return placed
+
+    def prepare(self, *names: str, paired: bool = False) -> list[Prepared]:
         """Matrices that multiply the same input, in order; neighbouring dense ones become one."""
-        prepared = []
+        weights: list[Weight] = []
         for dense, run in groupby((self.matrix(name) for name in names), lambda w: isinstance(w, Tensor)):
-            weights: list[Weight] = list(run)
-            if dense and len(weights) > 1:
-                weights = [torch.cat([w.to(self.device, self.dtype) for w in weights if isinstance(w, Tensor)])]
-            prepared += [prepare(w, device=self.device, dtype=self.dtype, packed=self.packed) for w in weights]
-        return prepared
+            same = list(run)
+            if dense and len(same) > 1:
+                same = [torch.cat([w.to(self.device, self.dtype) for w in same if isinstance(w, Tensor)])]
+            weights += same
+        return [self._place(weight, paired=paired) for weight in weights]
+
+    def split(self, name: str, count: int, *, paired: bool = False) -> list[Prepared]:
+        """The rows of one matrix as `count` matrices of equal size."""
+        weight = self.matrix(name)
+        size = weight.shape[0] // count
+        pieces = [slice(at * size, (at + 1) * size) for at in range(count)]
+        parts = [weight[piece] if isinstance(weight, Tensor) else weight.take(piece) for piece in pieces]
+        return [self._place(part, paired=paired) for part in parts]
+
+    def _place(self, weight: Weight, *, paired: bool) -> Prepared:
+        placed = prepare(weight, device=self.device, dtype=self.dtype, packed=self.packed, paired=paired)
+        self.resident.nbytes += placed.nbytes
+        return placed

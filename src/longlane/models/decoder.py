@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """A causal language model over paged keys, values and states. `mtp` is its draft head, where it has one."""
+    """A causal language model over paged keys, values and states. `mtp` is its draft head, where it has one;
+    `weight_bytes` is what its weights take on the device."""
 
     def __init__(
         self,
@@ -29,9 +30,12 @@ class Decoder:
         head: Linear,
         rope: Rope,
         mtp: "MTPHead | None" = None,
+        *,
+        weight_bytes: int = 0,
     ) -> None:
         self.spec, self.embedding, self.blocks = spec, embedding, blocks
         self.final_norm, self.head, self.rope, self.mtp = final_norm, head, rope, mtp
+        self.weight_bytes = weight_bytes
         self._recurrent = [block.mixer for block in blocks if isinstance(block.mixer, GatedDeltaNet)]
 
     @torch.inference_mode()
@@ -48,7 +52,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] after the final norm -> [n, vocab] float32 (float64 in float64)."""
-        return widen(self.head(hidden))
+        return self.head.wide(hidden)
 
     @torch.inference_mode()
     def fold(self, batch: Batch, caches: Caches, records: Sequence[Record], accepted: Tensor) -> None:
@@ -61,8 +65,3 @@ class Decoder:
         """What the layers share of a forward pass."""
         cos, sin = self.rope(batch.positions)
         return Step(batch.ragged(), cos, sin, advance=batch.kind != "verify")
-
-
-def widen(logits: Tensor) -> Tensor:
-    """Logits in the dtype that sampling works in."""
-    return logits if logits.dtype == torch.float64 else logits.float()

@@ -67,7 +67,7 @@ def load_model(
         parameters=sum(prod(weight.shape) for weight in tensors.values()),
         vocab_size=config["vocab_size"],
         max_context=config["max_position_embeddings"],
-        weights_bytes=sum(weight.nbytes for weight in tensors.values()),
+        weights_bytes=model.weight_bytes,
     )
     return LoadedModel(model, info, config)
 

@@ -1,34 +1,52 @@
-"""y = x W^T for dense and packed weights: `prepare` once at load, then `linear` and `rows` each step."""
+"""y = x W^T for dense and packed weights: `prepare` once at load, then `linear` each step. `table` and `rows` are for
+matrices whose rows are gathered."""
 
 import functools
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longlane.kernels import norm_rope
 from longlane.kernels.linear import cpu, naive
+from longlane.kernels.linear.tiles import ROWS, Tiles, tile, tileable
 from longlane.kernels.linear.weight import GROUP, PackedWeight, Weight
 from longlane.kernels.native.build import library
 
-__all__ = ["GROUP", "PackedWeight", "Prepared", "Weight", "linear", "prepare", "rows"]
+__all__ = ["GROUP", "PackedWeight", "Prepared", "Weight", "linear", "on_tiles", "prepare", "rows", "table"]
+
+# The widest decode or verify step is 16 lanes of 16 columns. Up to here weights are streamed, which computes a column
+# the same way whatever stands beside it; a dense product of the library does not.
+_INDEPENDENT = 256
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A weight placed on its device for `linear` and `rows`. Exactly one of `dense` and `packed` is set."""
+    """A weight placed on its device for `linear` or `rows`. Exactly one of `dense`, `packed` and `tiles` is set.
+
+    paired: rows are [gate | up], and `linear` yields SiLU(gate) * up.
+    """
 
     shape: tuple[int, int]
     dtype: torch.dtype
+    paired: bool = False
     dense: Tensor | None = None
     packed: PackedWeight | None = None
+    tiles: Tiles | None = None
+
+    @property
+    def width(self) -> int:
+        """Values that `linear` makes of a row."""
+        return self.shape[0] // 2 if self.paired else self.shape[0]
 
     @property
     def nbytes(self) -> int:
-        if self.dense is not None:
-            return self.dense.numel() * self.dense.element_size()
-        assert self.packed is not None
-        return self.packed.nbytes
+        stored = self.packed or self.tiles or self.dense
+        assert stored is not None
+        return stored.nbytes
 
     @functools.cached_property
     def matrix(self) -> cpu.Matrix | None:
@@ -43,41 +61,89 @@ class Prepared:
         return _dequantize(self.packed, self.dtype)
 
 
-def prepare(weight: Weight, *, device: torch.device | str, dtype: torch.dtype, packed: bool = False) -> Prepared:
+def prepare(
+    weight: Weight, *, device: torch.device | str, dtype: torch.dtype, packed: bool = False, paired: bool = False
+) -> Prepared:
     """Place [N, K] on `device` for activations of `dtype`.
 
     By default a packed weight is dequantised once to `dtype` (float64: exactly), which is what tests compare.
-    `packed=True` keeps its planes as they are: `rows` unpacks what it gathers, and `linear` takes the fast route of
-    the device (on the CPU with float32: int8 activations), whose own copy is made when it is first called.
+    `packed=True` takes the fast route of the device. On a card in bfloat16 that is tiles of every matrix, dense ones
+    included; on the CPU in float32 int8 activations, whose own copy of a packed weight is made when it is first used.
     """
+    shape = (weight.shape[0], weight.shape[1])
+    if packed and on_tiles(device, dtype):
+        return Prepared(shape, dtype, paired, tiles=_tile(weight, device, paired=paired))
     if isinstance(weight, Tensor):
-        assert weight.ndim == 2, weight.shape
-        dense = weight.to(device=device, dtype=dtype).contiguous()
-        return Prepared(shape=(dense.shape[0], dense.shape[1]), dtype=dtype, dense=dense)
+        return Prepared(shape, dtype, paired, dense=weight.to(device=device, dtype=dtype).contiguous())
     placed = weight.to(device)
     if packed:
-        return Prepared(shape=weight.shape, dtype=dtype, packed=placed)
-    return Prepared(shape=weight.shape, dtype=dtype, dense=_dequantize(placed, dtype))
+        return Prepared(shape, dtype, paired, packed=placed)
+    return Prepared(shape, dtype, paired, dense=_dequantize(placed, dtype))
 
 
-def linear(x: Tensor, prepared: Prepared) -> Tensor:
-    """x [..., K] in `prepared.dtype` -> [..., N] in the same dtype."""
+def table(weight: Weight, *, device: torch.device | str, dtype: torch.dtype) -> Prepared:
+    """Place [V, H] on `device` for `rows`. A packed weight stays packed: only the rows of a step are decoded."""
+    if isinstance(weight, Tensor):
+        return prepare(weight, device=device, dtype=dtype)
+    return Prepared(weight.shape, dtype, packed=weight.to(device))
+
+
+def linear(x: Tensor, prepared: Prepared, out: Tensor | None = None) -> Tensor:
+    """x [..., K] in `prepared.dtype` -> [..., N] in the same dtype, [..., N / 2] for a paired weight.
+
+    `out` may be a slice of wider rows, or wider in dtype. On tiles x is [M, K], and up to 256 of its rows are
+    independent of each other, bit for bit.
+    """
     assert x.shape[-1] == prepared.shape[1], (x.shape, prepared.shape)
     assert x.dtype == prepared.dtype, (x.dtype, prepared.dtype)
-    if prepared.dense is not None:
-        return functional.linear(x, prepared.dense)
-    if (matrix := prepared.matrix) is not None:
-        return cpu.linear(x, matrix)
-    return functional.linear(x, prepared._unpacked)
+    if prepared.tiles is not None:
+        fused = prepared.tiles.paired or not prepared.paired
+        y = _multiply_tiles(x, prepared.tiles, out if fused else None)
+        if fused:
+            return y
+    elif prepared.dense is not None:
+        y = functional.linear(x, prepared.dense)
+    elif (matrix := prepared.matrix) is not None:
+        y = cpu.linear(x, matrix)
+    else:
+        y = functional.linear(x, prepared._unpacked)
+    if prepared.paired:
+        y = norm_rope.swiglu(y)
+    return y if out is None else out.copy_(y)
 
 
 def rows(prepared: Prepared, ids: Tensor) -> Tensor:
     """Rows `ids` [...] int64 of the matrix -> [..., K] in `prepared.dtype`; unpacks no more than those rows."""
     if prepared.dense is not None:
         return functional.embedding(ids, prepared.dense)
-    assert prepared.packed is not None
+    assert prepared.packed is not None, "tiles are for products; prepare a table to gather from"
     taken = _dequantize(prepared.packed.take(ids.reshape(-1)), prepared.dtype)
     return taken.reshape(*ids.shape, prepared.shape[1])
+
+
+def on_tiles(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Whether products on `device` in `dtype` have kernels for tiled weights."""
+    return torch.device(device).type == "cuda" and dtype == torch.bfloat16
+
+
+def _tile(weight: Weight, device: torch.device | str, *, paired: bool) -> Tiles:
+    """Tiled on the device; `q4_1_g32_fp16`, which has no tiles, as bfloat16 values. Odd pairs stay unfused."""
+    placed = weight.to(device)
+    if isinstance(placed, PackedWeight) and not tileable(placed):
+        placed = _dequantize(placed, torch.bfloat16)
+    return tile(placed, paired=paired and weight.shape[0] % (2 * ROWS) == 0)
+
+
+def _multiply_tiles(x: Tensor, tiles: Tiles, out: Tensor | None) -> Tensor:
+    kernels = _gpu()
+    product = kernels.stream if len(x) <= _INDEPENDENT else kernels.linear
+    result: Tensor = product(x, tiles, out=out)
+    return result
+
+
+def _gpu() -> ModuleType:
+    """Triton is imported where there is a card, not before."""
+    return import_module("longlane.kernels.linear.triton")
 
 
 def _dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,10 @@ class NativeDecoder(Decoder):
     one."""
 
     def __init__(self, plain: Decoder, layers: NativeLlama) -> None:
-        super().__init__(plain.spec, plain.embedding, plain.blocks, plain.final_norm, plain.head, plain.rope)
+        super().__init__(
+            plain.spec, plain.embedding, plain.blocks, plain.final_norm, plain.head, plain.rope,
+            weight_bytes=plain.weight_bytes,
+        )  # fmt: skip
         self._layers = layers
 
     @torch.inference_mode()

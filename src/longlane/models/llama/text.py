@@ -40,6 +40,7 @@ def build(
         final_norm=_norm(config, params, "final_norm"),
         head=output_head(params, "output_head", embedding, "token_embedding"),
         rope=Rope(config.head_dim, config.rope_theta, dtype, device),
+        weight_bytes=params.resident.nbytes,
     )
     return accelerated(config, params, model) if packed else model
 

@@ -10,7 +10,6 @@ from longlane.layers.linear import Embedding, Linear
 from longlane.layers.norm import RMSNorm
 from longlane.layers.parameters import Parameters
 from longlane.layers.rope import Rope
-from longlane.models.decoder import widen
 
 
 class MTPHead:
@@ -59,9 +58,9 @@ class MTPHead:
     def logits(self, hidden: Tensor, *, reduced: bool = False) -> Tensor:
         """[n, vocab], or [n, rows of the reduced head] in the order of `draft_ids`."""
         if not reduced:
-            return widen(self.head(hidden))
+            return self.head.wide(hidden)
         assert self.draft_head is not None, "the model has no reduced head"
-        return widen(self.draft_head(hidden))
+        return self.draft_head.wide(hidden)
 
     def _enter(self, batch: Batch, hidden_prev: Tensor) -> tuple[Step, Tensor]:
         cos, sin = self.rope(batch.positions)

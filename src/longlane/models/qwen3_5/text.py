@@ -52,14 +52,16 @@ def build(
         mixer = _attention if kind == "full_attention" else _gated_delta_net
         blocks.append(_block(config, params.at(f"layers/{layer}"), partial(mixer, config, index=seen[kind])))
         seen[kind] += 1
+    mtp = _mtp(config, params, embedding, head, rope) if _has_mtp(weights) else None
     return Decoder(
-        spec=cache_spec(config, mtp=_has_mtp(weights)),
+        spec=cache_spec(config, mtp=mtp is not None),
         embedding=embedding,
         blocks=blocks,
-        final_norm=RMSNorm(params, "final_norm", config.rms_norm_eps, zero_centred=True),
+        final_norm=_norm(config, params, "final_norm"),
         head=head,
         rope=rope,
-        mtp=_mtp(config, params, embedding, head, rope) if _has_mtp(weights) else None,
+        mtp=mtp,
+        weight_bytes=params.resident.nbytes,
     )
 
 

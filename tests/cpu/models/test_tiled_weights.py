@@ -1,0 +1,108 @@
+"""Models over tiled weights, as a card in bfloat16 runs them, with the kernels replaced by their definition."""
+
+import pytest
+import torch
+
+from longlane.artifact.formats import decode, encode
+from longlane.artifact.inventory import inventory
+from longlane.kernels import linear as products
+from longlane.kernels.linear import prepare
+from longlane.kernels.linear.tiles import Tiles
+from longlane.layers import parameters
+from longlane.layers.linear import Linear
+from longlane.models.qwen3_5.mtp import previous_hidden
+from longlane.models.registry import build
+from support import tiled
+from support.checkpoints import EXPERTS, SIZES
+from support.lanes import Lanes
+from support.packed import random_weight
+
+DENSE = {"architectures": ["Qwen3_5ForCausalLM"], "rms_norm_eps": 1e-6, "tie_word_embeddings": False, **SIZES}
+TIED = {**DENSE, "tie_word_embeddings": True}
+MOE = {**DENSE, "architectures": ["Qwen3_5MoeForCausalLM"], **EXPERTS}
+TOKENS = torch.randint(0, 320, (70,), generator=torch.Generator().manual_seed(6)).tolist()
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Take the CPU for a card."""
+    for module in (products, parameters):
+        monkeypatch.setattr(module, "on_tiles", lambda device, dtype: dtype == BF16)
+    monkeypatch.setattr(products, "_gpu", lambda: tiled.KERNELS)
+
+
+def stored(config):
+    generator, weights = torch.Generator().manual_seed(7), {}
+    for item in inventory(config, ["text", "draft_head", "mtp"]):
+        if item.name == "text/draft_head_token_ids":
+            weights[item.name] = torch.randperm(item.shape[0], generator=generator).int()
+            continue
+        noise = torch.randn(item.shape, generator=generator)
+        weights[item.name] = encode(noise * (0.3 if len(item.shape) == 1 else item.shape[-1] ** -0.5), item.format)
+    return weights
+
+
+def run(model, dtype):
+    """Logits of prefill and decode, and of both draft heads."""
+    lanes = Lanes(model, dtype)
+    batch = lanes.batch("prefill", [TOKENS[:65]])
+    hidden = lanes.run("prefill", [TOKENS[:65]]).hidden
+    drafts = model.mtp.forward(batch, previous_hidden(batch, hidden, lanes.caches), lanes.caches)
+    logits = torch.cat((model.logits(hidden), lanes.logits(TOKENS[65:], chunk=1)))
+    return logits, model.mtp.logits(drafts), model.mtp.logits(drafts, reduced=True)
+
+
+@pytest.mark.parametrize("config", [DENSE, TIED, MOE], ids=["dense", "tied", "moe"])
+def test_a_tiled_model_computes_what_its_weights_decode_to(config, card):
+    weights = stored(config)
+    decoded = {name: w if isinstance(w, torch.Tensor) else decode(w) for name, w in weights.items()}
+    exact = run(build(config, decoded, dtype=torch.float32), torch.float32)
+    fast = run(build(config, weights, dtype=BF16, packed=True), BF16)
+    # Activations of eight bits of mantissa now and then choose another expert.
+    allowed = 0.3 if config is MOE else 0.04
+    for got, full in zip(fast, exact, strict=True):
+        assert got.dtype == torch.float32
+        assert (got - full).norm() < allowed * full.norm()
+
+
+def test_resident_bytes_are_those_of_all_tiles_and_tables(card):
+    weights = stored(DENSE)
+    model = build(DENSE, weights, dtype=BF16, packed=True)
+    blocks = [*model.blocks, model.mtp.block]
+    linears = [part for block in blocks for layer in (block.mixer, block.mlp) for part in vars(layer).values()]
+    linears += [model.head, model.mtp.input_projection, model.mtp.draft_head]
+    tiles = [part.tiles for linear in linears if isinstance(linear, Linear) for part in linear.parts]
+    assert all(isinstance(part, Tiles) for part in tiles)
+    matrices = sum(part.nbytes for part in tiles) + model.embedding.table.nbytes
+    assert model.embedding.table.packed is not None
+    small = sum(w.numel() * (8 if "token_ids" in name else 4) for name, w in weights.items() if is_vector(name, w))
+    assert model.weight_bytes == matrices + small
+
+
+def is_vector(name, weight):
+    return isinstance(weight, torch.Tensor) and (weight.ndim == 1 or name.endswith("convolution"))
+
+
+@pytest.mark.parametrize("name", ["q4_g64_fp16", "q4_1_g32_fp16"])
+@pytest.mark.parametrize("rows", [64, 90], ids=["fused", "odd"])
+def test_a_pair_yields_silu_of_its_gate_times_up(name, rows, card):
+    weight, values = random_weight(name, rows, 192)
+    prepared = prepare(weight, device="cpu", dtype=BF16, packed=True, paired=True)
+    assert prepared.tiles.paired == (rows == 64)
+    x = torch.randn(5, 192).to(BF16)
+    out = torch.full((5, 100), torch.nan)
+    products.linear(x, prepared, out=out[:, 3 : 3 + rows // 2])
+    gate, up = (x.double() @ values.T).chunk(2, -1)
+    want = torch.nn.functional.silu(gate) * up
+    assert (out[:, 3 : 3 + rows // 2] - want).norm() < 0.01 * want.norm()
+    assert out[:, :3].isnan().all()
+    assert out[:, 3 + rows // 2 :].isnan().all()
+
+
+def test_only_a_card_in_bfloat16_has_tiles():
+    weight, _ = random_weight("q4_g64_fp16", 16, 128)
+    assert not products.on_tiles("cpu", BF16)
+    assert not products.on_tiles("cuda", torch.float32)
+    assert products.on_tiles("cuda:1", BF16)
+    assert prepare(weight, device="cpu", dtype=BF16, packed=True).packed is not None
