@@ -1,0 +1,98 @@
+"""Models of any geometry with random weights in the formats of the `groupwise-int` recipe, made on the device.
+
+    from bench.random_model import random_model
+    loaded = random_model(GEOMETRIES["qwen3.8-27b"], "cuda")
+
+The time of a step depends on the shapes and formats of the weights, not on their values as long as those are not
+constant. Activations keep their size from layer to layer, so that nothing overflows and softmax stays soft.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longlane.artifact.inventory import Item, inventory
+from longlane.kernels.linear.weight import GROUP, PackedWeight, Weight
+from longlane.models.registry import LoadedModel, build
+from longlane.types import ModelInfo
+
+# Bytes of a group in base and high, and bits of a code.
+PLANES = {"q4_g64_fp16": (32, 0, 4), "q5_g64_fp16": (32, 8, 5), "q6_g64_fp16": (32, 16, 6), "q8_g32_fp16": (32, 0, 8)}
+
+
+def random_model(
+    config: Mapping[str, Any],
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    packed: bool = True,
+    weights: str = "groupwise-int",
+    mtp: bool = True,
+    seed: int = 0,
+) -> LoadedModel:
+    """The model of a Hugging Face text configuration, by default with its MTP head and a reduced draft head."""
+    made = random_weights(config, device, weights=weights, mtp=mtp, seed=seed)
+    model = build(config, made, device=device, dtype=dtype, packed=packed)
+    info = ModelInfo(
+        name="random",
+        family="qwen3_5",
+        parameters=sum(prod(weight.shape) for weight in made.values()),
+        vocab_size=config["vocab_size"],
+        max_context=config["max_position_embeddings"],
+        weights_bytes=model.weight_bytes,
+    )
+    return LoadedModel(model, info, dict(config))
+
+
+def random_weights(
+    config: Mapping[str, Any],
+    device: torch.device | str,
+    *,
+    weights: str = "groupwise-int",
+    mtp: bool = True,
+    seed: int = 0,
+) -> dict[str, Weight]:
+    """Every tensor of the inventory under its name, on `device`."""
+    generator = torch.Generator(device).manual_seed(seed)
+    sections = ("text", "draft_head", "mtp") if mtp else ("text",)
+    items = inventory(dict(config), sections, weights=weights)
+    return {item.name: _tensor(item, config["vocab_size"], generator) for item in items}
+
+
+def _tensor(item: Item, vocab_size: int, generator: torch.Generator) -> Weight:
+    device = generator.device
+    if item.name.endswith("token_ids"):
+        return torch.randperm(vocab_size, generator=generator, device=device)[: item.shape[0]].sort().values.int()
+    if item.format in PLANES:
+        return _packed(item, generator)
+    noise = torch.randn(item.shape, generator=generator, device=device)
+    if item.name.endswith("gdn/a_log"):
+        # Decays from a token to many: exp(a_log) from 1/16 to 16.
+        return noise.clamp(-2.8, 2.8)
+    if item.name.endswith("gdn/norm"):
+        return (1 + 0.1 * noise).bfloat16()
+    if item.name.endswith("gdn/convolution"):
+        return (noise / 2).bfloat16()
+    small = len(item.shape) == 1
+    return (noise * (0.1 if small else item.shape[-1] ** -0.5)).to(
+        torch.float32 if item.format == "fp32" else torch.bfloat16
+    )
+
+
+def _packed(item: Item, generator: torch.Generator) -> PackedWeight:
+    """Uniform codes, whose deviation is 2^bits / sqrt(12), scaled to 1 / sqrt(K)."""
+    rows, columns = item.shape
+    base_bytes, high_bytes, bits = PLANES[item.format]
+    groups = -(-columns // 128) * 128 // GROUP[item.format]
+
+    def random_bytes(size: int) -> Tensor:
+        shape = (rows, groups, size)
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator, device=generator.device)
+
+    spread = torch.rand(rows, groups, generator=generator, device=generator.device) + 0.5
+    scale = (spread * (12**0.5 / (1 << bits) / columns**0.5)).half()
+    high = random_bytes(high_bytes) if high_bytes else None
+    return PackedWeight(item.format, (rows, columns), random_bytes(base_bytes), scale, high)
