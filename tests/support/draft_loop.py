@@ -41,10 +41,20 @@ class Lane:
 class DraftLoop:
     """Runs requests together on one model; every request owns `pages` pages and one slot."""
 
-    def __init__(self, model: Decoder, vocab_size: int, *, lanes: int, pages: int, codec: str, dtype: torch.dtype):
-        self.model, self.vocab_size, self.pages = model, vocab_size, pages
+    def __init__(
+        self,
+        model: Decoder,
+        vocab_size: int,
+        *,
+        lanes: int,
+        pages: int,
+        codec: str,
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ):
+        self.model, self.vocab_size, self.pages, self.device = model, vocab_size, pages, device
         self.caches: Caches = new_caches(
-            model.spec, pages=lanes * pages + 1, slots=lanes + 1, codec=codec, dtype=dtype, device="cpu"
+            model.spec, pages=lanes * pages + 1, slots=lanes + 1, codec=codec, dtype=dtype, device=device
         )
 
     def run(self, requests: Sequence[Request], speculator: Speculator | None = None, chunk: int = 256) -> list[Lane]:
@@ -85,7 +95,7 @@ class DraftLoop:
         columns = [row * width + column for row, run in enumerate(runs) for column in range(len(run))]
         decisions = decide_rows(self.model.logits(output.hidden[columns]), drafts, [lane.row for lane in lanes])
         committed = [decision.accepted + 1 for decision in decisions]
-        self.model.fold(batch, self.caches, output.records, torch.tensor(committed))
+        self.model.fold(batch, self.caches, output.records, torch.tensor(committed, device=self.device))
         if speculator:
             speculator.observe(batch, output.hidden, [lane.draft for lane in lanes], committed)
         for lane, own, count in zip(lanes, drafts, committed, strict=True):
@@ -99,10 +109,10 @@ class DraftLoop:
         table = [[1 + (lane.slot - 1) * self.pages + page for page in range(self.pages)] for lane in lanes]
         return Batch(
             kind=kind,
-            token_ids=torch.tensor([token for run in tokens for token in run]),
-            positions=torch.tensor(positions),
+            token_ids=torch.tensor([token for run in tokens for token in run], device=self.device),
+            positions=torch.tensor(positions, device=self.device),
             query_start=tuple(accumulate(lengths, initial=0)),
             context=tuple(lane.length for lane in lanes),
-            block_table=torch.tensor(table, dtype=torch.int32),
-            slots=torch.tensor([lane.slot for lane in lanes]),
+            block_table=torch.tensor(table, dtype=torch.int32, device=self.device),
+            slots=torch.tensor([lane.slot for lane in lanes], device=self.device),
         )

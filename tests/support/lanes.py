@@ -11,9 +11,9 @@ from longlane.models.decoder import Decoder
 CODEC = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bf16"}
 
 
-def poisoned(model: Decoder, *, pages: int, slots: int, dtype: torch.dtype) -> Caches:
+def poisoned(model: Decoder, *, pages: int, slots: int, dtype: torch.dtype, device: str = "cpu") -> Caches:
     """Caches full of NaN: whatever a step reads without having written it shows."""
-    caches = new_caches(model.spec, pages=pages, slots=slots, codec=CODEC[dtype], dtype=dtype, device="cpu")
+    caches = new_caches(model.spec, pages=pages, slots=slots, codec=CODEC[dtype], dtype=dtype, device=device)
     for buffer in (*(plane for kv in caches.kv for plane in (kv.k, kv.v)), *caches.state, *caches.conv):
         buffer.fill_(torch.nan)
     if caches.carry is not None:
@@ -24,12 +24,14 @@ def poisoned(model: Decoder, *, pages: int, slots: int, dtype: torch.dtype) -> C
 class Lanes:
     """`count` rows with scattered pages and slots of their own; `length` is what each has in the cache."""
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, count: int = 1, pages_each: int = 9) -> None:
-        self.model = model
-        self.caches = poisoned(model, pages=count * pages_each + 1, slots=count + 1, dtype=dtype)
+    def __init__(
+        self, model: Decoder, dtype: torch.dtype, count: int = 1, pages_each: int = 9, device: str = "cpu"
+    ) -> None:
+        self.model, self.device = model, device
+        self.caches = poisoned(model, pages=count * pages_each + 1, slots=count + 1, dtype=dtype, device=device)
         order = torch.randperm(count * pages_each, generator=torch.Generator().manual_seed(count)) + 1
-        self.tables = order.view(count, pages_each).int()
-        self.slots = torch.arange(count, 0, -1)
+        self.tables = order.view(count, pages_each).int().to(device)
+        self.slots = torch.arange(count, 0, -1, device=device)
         self.length = [0] * count
 
     def batch(self, kind: Kind, tokens: Sequence[Sequence[int]], lanes: Sequence[int] | None = None) -> Batch:
@@ -40,8 +42,8 @@ class Lanes:
             positions += range(self.length[lane], self.length[lane] + len(row))
         return Batch(
             kind=kind,
-            token_ids=torch.tensor([token for row in tokens for token in row]),
-            positions=torch.tensor(positions),
+            token_ids=torch.tensor([token for row in tokens for token in row], device=self.device),
+            positions=torch.tensor(positions, device=self.device),
             query_start=tuple(starts),
             context=tuple(self.length[lane] for lane in lanes),
             block_table=self.tables[list(lanes)],
