@@ -1,8 +1,15 @@
-"""What a request is refused for before it costs anything. Every refusal names the bound and what would be right."""
+"""What a request is refused for before it costs anything. Every refusal names the bound and what would be right.
 
-from longlane.engine.scheduler import is_overloaded
+No torch here: the API asks too, before it does any work of its own.
+"""
+
 from longlane.errors import EngineError, LonglaneError, RequestError
 from longlane.types import Failed, Request
+
+
+def is_overloaded(running: int, waiting: int, lanes: int, max_pending: int) -> bool:
+    """Whether one more request would wait behind more than `max_pending`."""
+    return running + waiting >= lanes + max_pending
 
 
 def check_queue(running: int, waiting: int, lanes: int, max_pending: int) -> None:

@@ -140,8 +140,3 @@ def admission_order(waiting: Iterable[Waiting]) -> list[Waiting]:
 def expired(waiting: Iterable[Waiting], now: float) -> list[Waiting]:
     """Those that were promised a start by now. A paused one was started, and is never failed."""
     return [entry for entry in waiting if not entry.paused and now >= entry.deadline]
-
-
-def is_overloaded(running: int, waiting: int, lanes: int, max_pending: int) -> bool:
-    """Whether one more request would wait behind more than `max_pending`."""
-    return running + waiting >= lanes + max_pending

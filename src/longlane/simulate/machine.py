@@ -10,6 +10,7 @@ from typing import Literal
 
 from longlane.config import EngineConfig
 from longlane.engine import scheduler
+from longlane.engine.admission import is_overloaded
 from longlane.engine.scheduler import Chunk, Running, Snapshot, StepPlan, Waiting, token_cost
 from longlane.memory.manager import Lease, Memory
 from longlane.memory.pages import PagePool
@@ -205,7 +206,7 @@ class Machine:
             tokens=list(ask.prompt),
         )
         running, waiting = len(self._running), len(self._waiting)
-        if scheduler.is_overloaded(running, waiting, config.max_concurrency, config.max_pending_requests):
+        if is_overloaded(running, waiting, config.max_concurrency, config.max_pending_requests):
             self._end(job, "rejected")
         else:
             self._waiting[job.id] = job

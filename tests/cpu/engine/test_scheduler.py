@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longlane.engine.admission import is_overloaded
 from longlane.engine.scheduler import (
     MAX_SKIPS,
     Chunk,
@@ -15,7 +16,6 @@ from longlane.engine.scheduler import (
     choose_victim,
     chunk_size,
     expired,
-    is_overloaded,
     plan_step,
     settle,
 )
