@@ -8,6 +8,7 @@ model knows. Chinese is a page written for this file.
 import importlib
 import inspect
 from collections.abc import Iterator, Sequence
+from functools import cache
 from types import ModuleType
 
 ENGLISH = (
@@ -48,6 +49,7 @@ CHINESE = (
 )
 
 
+@cache
 def english() -> str:
     return "\n\n".join(dict.fromkeys(text for name in ENGLISH for text in docstrings(importlib.import_module(name))))
 

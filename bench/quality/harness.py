@@ -5,17 +5,21 @@ import json
 import math
 import multiprocessing
 import os
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
+from longlane.config import GdnState
 from longlane.engine.loop import Engine
 from longlane.layers.batch import Batch, Caches, new_caches
 from longlane.models.decoder import Decoder
@@ -31,21 +35,66 @@ def parser(description: str) -> argparse.ArgumentParser:
     """With the arguments that the scripts share."""
     shared = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     shared.add_argument("--model", default="tiny")
+    shared.add_argument("--gdn-state", default="fp32", choices=get_args(GdnState))
     shared.add_argument("--device", default="cpu")
     shared.add_argument("--windows", type=int, default=8, help="of text, per kind")
     shared.add_argument("--window", type=int, default=2048, help="tokens in a window")
     shared.add_argument("--jobs", type=int, default=1, help="processes")
     shared.add_argument("--threads", type=int, default=1, help="of each process")
-    shared.add_argument("--out", type=Path)
+    shared.add_argument("--out", type=Path, help="JSON; beside it a .jsonl that a run cut short is taken up from")
     return shared
 
 
-def spread(work: Callable[..., Any], units: Sequence[tuple[Any, ...]], jobs: int) -> list[Any]:
-    """work(*unit) for every unit, in order, in `jobs` processes."""
+class Ledger:
+    """What is measured already: a line of JSON for each unit of work. Its key is the unit and `SETTINGS`, so a unit
+    must hold everything else that its result depends on."""
+
+    SETTINGS = ("model", "device", "dtype", "gdn_state")
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        out = out_path("results", args)
+        self._path = out.with_suffix(".jsonl") if out else None
+        lines = self._path.read_text().splitlines() if self._path and self._path.exists() else []
+        self._known: dict[str, Any] = {line["key"]: line["result"] for line in map(json.loads, lines)}
+
+    def spread(self, work: Callable[..., Any], args: argparse.Namespace, units: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """work(args, *unit) of every unit, in order, in `args.jobs` processes. Results are plain JSON."""
+        settings = {name: value for name, value in vars(args).items() if name in self.SETTINGS}
+        keys = [json.dumps([work.__name__, settings, *unit], sort_keys=True) for unit in units]
+        missing = {key: unit for key, unit in zip(keys, units, strict=True) if key not in self._known}
+        began = time.monotonic()
+        calls = [(key, work, args, unit) for key, unit in missing.items()]
+        for done, (key, result) in enumerate(in_processes(calls, args.jobs), start=1):
+            self._keep(key, result)
+            seconds = time.monotonic() - began
+            print(f"{work.__name__} {done} of {len(calls)}, {seconds:.0f} s", missing[key], file=sys.stderr, flush=True)
+        return [self._known[key] for key in keys]
+
+    def _keep(self, key: str, result: Any) -> None:
+        line = json.dumps({"key": key, "result": result}, ensure_ascii=False)
+        # As it would be read back, so that a run taken up again cannot differ.
+        self._known[key] = json.loads(line)["result"]
+        if self._path:
+            with self._path.open("a") as file:
+                file.write(line + "\n")
+
+
+Call = tuple[str, Callable[..., Any], argparse.Namespace, tuple[Any, ...]]
+
+
+def in_processes(calls: Sequence[Call], jobs: int) -> Iterator[tuple[str, Any]]:
+    """Keys and results as they come."""
     if jobs == 1:
-        return [work(*unit) for unit in units]
+        yield from map(perform, calls)
+        return
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        return pool.starmap(work, units, chunksize=1)
+        yield from pool.imap_unordered(perform, calls)
+
+
+def perform(call: Call) -> tuple[str, Any]:
+    key, work, args, unit = call
+    torch.set_num_threads(args.threads)
+    return key, work(args, *unit)
 
 
 @dataclass
@@ -60,6 +109,7 @@ class Answer:
         return min((p.top[0][1] - p.top[1][1] for p in self.logprobs), default=math.nan)
 
 
+@cache
 def open_frontend(model: str) -> Frontend:
     resources = open_resources(resolve(model))
     return Frontend.load(resources.get, resources.config)
@@ -167,11 +217,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def out_path(name: str, args: argparse.Namespace) -> Path | None:
+    """--out, or a file in the directory $OUT; None where neither is given."""
+    if args.out is None and "OUT" in os.environ:
+        return Path(os.environ["OUT"]) / f"{name}.json"
+    return args.out
+
+
 def save(name: str, args: argparse.Namespace, data: dict[str, Any]) -> None:
-    """As JSON at --out, or in the directory $OUT; nowhere where neither is given."""
-    out = args.out
-    if out is None and "OUT" in os.environ:
-        out = Path(os.environ["OUT"]) / f"{name}.json"
+    """As JSON where `out_path` says."""
+    out = out_path(name, args)
     if out is not None:
         settings = {key: value for key, value in vars(args).items() if key != "out"}
         out.write_text(json.dumps({"settings": settings, **data}, indent=1, ensure_ascii=False) + "\n")

@@ -10,11 +10,12 @@ engine: a fact in held-out filler, the question last, a greedy answer. Prints ma
 import argparse
 import random
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from bench.quality import corpus, encoders, harness
-from bench.quality.harness import bits_per_byte, greedy, open_frontend, prefill, run, save, spread, table, windows
+from bench.quality.harness import Ledger, bits_per_byte, greedy, open_frontend, prefill, run, save, table, windows
 from bench.quality.tasks import fact, turns
 from torch import Tensor
 from torch.nn import functional
@@ -46,23 +47,26 @@ PUBLISHED = {
 
 def main() -> None:
     args = parse()
-    units = [(codec, None) for codec in args.kv_dtype]
-    if args.encoders:
-        units += [(codec, name) for name in encoders.ENCODERS for codec in ("rk8v4", "rk4v4", "rk4v4-e8")]
-    measured = spread(measure, [(args, *unit) for unit in units], args.jobs)
-    names = [codec if encoder is None else f"{codec}, {encoder}" for codec, encoder in units]
-    results = dict(zip(names, measured, strict=True))
+    ledger = Ledger(args)
+    units: list[tuple[str, str | None]] = [(codec, None) for codec in args.kv_dtype]
+    units += [(codec, name) for name in args.encoders for codec in ("rk8v4", "rk4v4", "rk4v4-e8")]
+    parts = [(*unit, kind, args.windows, args.window) for kind in corpus.texts() for unit in units]
+    results: dict[str, Any] = {}
+    for (codec, encoder, kind, *_), part in zip(parts, ledger.spread(measure, args, parts), strict=True):
+        found = results.setdefault(codec if encoder is None else f"{codec}, {encoder}", {"bits_per_byte": {}})
+        found["bits_per_byte"][kind] = part.pop("bits")
+        found |= part
     save("kv_codecs", args, {"codecs": results})
     print_codecs(args, results)
     # The longest first, so that no process is left with one at the end.
     cells = [
-        (args, codec, length, depth)
+        (codec, length, depth, args.needles)
         for length in sorted(args.lengths, reverse=True)
         for codec in args.kv_dtype
         for depth in args.depths
     ]
     needles: dict[str, list[dict[str, Any]]] = {codec: [] for codec in args.kv_dtype}
-    for (_, codec, _, _), found in zip(cells, spread(find_needles, cells, args.jobs), strict=True):
+    for (codec, *_), found in zip(cells, ledger.spread(find_needles, args, cells), strict=True):
         needles[codec] += found
     save("kv_codecs", args, {"codecs": results, "needles": needles})
     if args.lengths:
@@ -76,50 +80,55 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--depths", type=float, nargs="+", default=DEPTHS)
     parser.add_argument("--needles", type=int, default=4, help="per length and depth")
-    parser.add_argument("--encoders", action=argparse.BooleanOptionalAction, default=True, help="other int4 encoders")
+    known = list(encoders.ENCODERS)
+    parser.add_argument("--encoders", nargs="*", default=known, choices=known, help="other int4 encoders")
     return parser.parse_args()
 
 
-def measure(args: argparse.Namespace, codec: str, encoder: str | None) -> dict[str, Any]:
-    """Cosines and bits per byte of a codec, its int4 planes written by another encoder if one is named."""
-    torch.set_num_threads(args.threads)
+def measure(
+    args: argparse.Namespace, codec: str, encoder: str | None, kind: str, most: int, size: int
+) -> dict[str, Any]:
+    """Bits per byte of a codec on a kind of text, its int4 planes written by another encoder if one is named; with
+    English also cosines and divergence."""
     device = choose_device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = load_model(resolve(args.model), device=device, dtype=dtype).model
     with nullcontext() if encoder is None else encoders.replaced(encoder):
-        return Measured(model, open_frontend(args.model), args, device).codec(codec)
+        return Measured(model, open_frontend(args.model), kind, most, size, device).codec(codec)
 
 
 class Measured:
-    """Cosines and bits per byte, over the same vectors and the same text for every codec."""
+    """Over the same vectors and the same text for every codec."""
 
-    def __init__(self, model: Decoder, frontend: Frontend, args: argparse.Namespace, device: torch.device) -> None:
-        self.model, self.tokenizer, self.device = model, frontend.tokenizer, device
-        self.text = {
-            kind: windows(self.tokenizer, text, args.window, args.windows) for kind, text in corpus.texts().items()
-        }
+    def __init__(
+        self, model: Decoder, frontend: Frontend, kind: str, most: int, size: int, device: torch.device
+    ) -> None:
+        self.model, self.tokenizer, self.device, self.kind = model, frontend.tokenizer, device, kind
+        self.runs = windows(self.tokenizer, corpus.texts()[kind], size, most)
         self.raw = "bf16" if device.type == "cuda" else "float32"
-        _, caches = prefill(model, self.text["English"][0], self.raw, device)
-        layers, length = caches.kv[: model.spec.kv_layers], len(self.text["English"][0])
-        self.vectors = {
-            "gaussian": (torch.randn(4096, model.spec.head_dim, generator=torch.Generator().manual_seed(0)),) * 2,
-            "real": (vectors([kv.k for kv in layers], length), vectors([kv.v for kv in layers], length)),
-        }
 
     def codec(self, codec: str) -> dict[str, Any]:
-        cosines = {name: [cosine(codec, x, which) for x, which in zip(pair, "kv", strict=True)]
-                   for name, pair in self.vectors.items()}  # fmt: skip
-        bits = {
-            kind: bits_per_byte(self.model, self.tokenizer, runs, codec, self.device)
-            for kind, runs in self.text.items()
+        found: dict[str, Any] = {"bits": bits_per_byte(self.model, self.tokenizer, self.runs, codec, self.device)}
+        if self.kind == "English":
+            found |= {"cosine": self.cosines(codec), "divergence": self.divergence(codec)}
+        return found
+
+    def cosines(self, codec: str) -> dict[str, list[float]]:
+        _, caches = prefill(self.model, self.runs[0], self.raw, self.device)
+        layers, length = caches.kv[: self.model.spec.kv_layers], len(self.runs[0])
+        gaussian = torch.randn(4096, self.model.spec.head_dim, generator=torch.Generator().manual_seed(0))
+        pairs = {
+            "gaussian": (gaussian, gaussian),
+            "real": (vectors([kv.k for kv in layers], length), vectors([kv.v for kv in layers], length)),
         }
-        return {"cosine": cosines, "divergence": self.divergence(codec), "bits_per_byte": bits}
+        return {name: [cosine(codec, x, which) for x, which in zip(pair, "kv", strict=True)]
+                for name, pair in pairs.items()}  # fmt: skip
 
     @torch.inference_mode()
     def divergence(self, codec: str) -> float:
-        """Mean Kullback-Leibler divergence, in nats a token of the English text, from what raw keys and values give."""
+        """Mean Kullback-Leibler divergence, in nats a token, from what raw keys and values give."""
         total, tokens = 0.0, 0
-        for ids in self.text["English"]:
+        for ids in self.runs:
             exact, ours = (
                 self.model.logits(prefill(self.model, ids, name, self.device)[0]).float().log_softmax(-1)
                 for name in (self.raw, codec)
@@ -146,7 +155,7 @@ def cosine(codec: str, x: Tensor, which: str) -> float:
     return float(functional.cosine_similarity(x, y, dim=-1).mean())
 
 
-def find_needles(args: argparse.Namespace, codec: str, length: int, depth: float) -> list[dict[str, Any]]:
+def find_needles(args: argparse.Namespace, codec: str, length: int, depth: float, count: int) -> list[dict[str, Any]]:
     """Needles of one length and depth, asked of an engine with this codec one at a time, with what it said."""
     frontend = open_frontend(args.model)
     config = EngineConfig(
@@ -154,13 +163,14 @@ def find_needles(args: argparse.Namespace, codec: str, length: int, depth: float
         device=args.device,
         dtype="float32" if args.device == "cpu" else "auto",
         kv_dtype=codec,  # type: ignore[arg-type]
+        gdn_state=args.gdn_state,
         max_context=length + ANSWER_TOKENS,
         threads=args.threads,
     )
     engine, _ = load(config, lambda _: None)
-    filler = paragraphs(frontend)
+    filler = paragraphs(args.model)
     found = []
-    for index in range(args.needles):
+    for index in range(count):
         ids, code = needle(frontend, filler, length, depth, index)
         answer = run(engine, [greedy("needle", ids, ANSWER_TOKENS, frontend.stop_ids, top=2)])["needle"]
         said = frontend.tokenizer.decode(answer.token_ids)
@@ -169,8 +179,10 @@ def find_needles(args: argparse.Namespace, codec: str, length: int, depth: float
     return found
 
 
-def paragraphs(frontend: Frontend) -> list[tuple[str, int]]:
+@cache
+def paragraphs(model: str) -> list[tuple[str, int]]:
     """Of the English text, with their tokens."""
+    frontend = open_frontend(model)
     parts = [part for part in corpus.english().split("\n\n") if part.strip()]
     return [(part, len(frontend.tokenizer.encode_text(part + "\n\n"))) for part in parts]
 

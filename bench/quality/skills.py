@@ -10,9 +10,10 @@ import argparse
 import hashlib
 from typing import Any
 
+import msgspec
 import torch
 from bench.quality import corpus, harness, tasks
-from bench.quality.harness import Acceptance, bits_per_byte, greedy, open_frontend, run, save, spread, table, windows
+from bench.quality.harness import Acceptance, Ledger, bits_per_byte, greedy, open_frontend, run, save, table, windows
 
 from longlane.artifact.locate import resolve
 from longlane.config import EngineConfig
@@ -24,6 +25,7 @@ from longlane.types import Timings
 ANSWER_TOKENS = 200
 TEXT_TOKENS = 128
 TEXT_PROMPT = 256
+TEXT_LANES = 8
 
 
 def main() -> None:
@@ -35,10 +37,12 @@ def main() -> None:
     parser.add_argument("--skills", nargs="+", default=list(tasks.SKILLS), choices=list(tasks.SKILLS))
     parser.add_argument("--lanes", type=int, default=8)
     args = parser.parse_args()
-    per_skill = spread(ask, [(args, weights, skill) for weights in args.weights for skill in args.skills], args.jobs)
-    text = spread(measure_text, [(args, weights) for weights in args.weights], args.jobs)
+    ledger = Ledger(args)
+    text = ledger.spread(measure_text, args, [(weights, args.windows, args.window) for weights in args.weights])
+    asked = [(weights, skill, args.tasks, args.lanes) for weights in args.weights for skill in args.skills]
+    per_skill = ledger.spread(ask, args, asked)
     results = {
-        weights: summary(args, per_skill[i * len(args.skills) :][: len(args.skills)], *text[i])
+        weights: summary(args, per_skill[i * len(args.skills) :][: len(args.skills)], text[i])
         for i, weights in enumerate(args.weights)
     }
     digests = {kind: hashlib.sha256(text.encode()).hexdigest()[:12] for kind, text in corpus.texts().items()}
@@ -46,30 +50,31 @@ def main() -> None:
     print_tables(args, results)
 
 
-def open_engine(args: argparse.Namespace, weights: str) -> Engine:
+def open_engine(args: argparse.Namespace, weights: str, lanes: int) -> Engine:
     config = EngineConfig(
         model=args.model,
         weights=weights,  # type: ignore[arg-type]
         device=args.device,
         dtype=args.dtype,
+        gdn_state=args.gdn_state,
         spec="mtp",
         draft_tokens=3,
-        max_concurrency=args.lanes,
+        max_concurrency=lanes,
         max_context=2048,
         threads=args.threads,
     )
     return load(config, lambda _: None)[0]
 
 
-def ask(args: argparse.Namespace, weights: str, skill: str) -> tuple[list[bool], list[dict[str, str]], list[Timings]]:
-    """Whether each task of a skill was answered right, the wrong answers, and the counts of drafts."""
+def ask(args: argparse.Namespace, weights: str, skill: str, count: int, lanes: int) -> dict[str, Any]:
+    """Whether each task of a skill was answered right, the wrong answers, and the timings, which count drafts."""
     frontend = open_frontend(args.model)
-    chosen = tasks.make_tasks(skill, args.tasks)
+    chosen = tasks.make_tasks(skill, count)
     requests = []
     for index, task in enumerate(chosen):
         ids = frontend.encode_chat(task.messages, tools=task.tools, options={"enable_thinking": task.thinking})
         requests.append(greedy(str(index), ids, ANSWER_TOKENS, frontend.stop_ids))
-    answers = list(run(open_engine(args, weights), requests).values())
+    answers = list(run(open_engine(args, weights, lanes), requests).values())
     said = [frontend.tokenizer.decode(answer.token_ids) for answer in answers]
     marks = [task.right(text) for task, text in zip(chosen, said, strict=True)]
     wrong = [
@@ -77,42 +82,41 @@ def ask(args: argparse.Namespace, weights: str, skill: str) -> tuple[list[bool],
         for task, text, right in zip(chosen, said, marks, strict=True)
         if not right
     ]
-    return marks, wrong, [answer.timings for answer in answers]
+    return {"marks": marks, "wrong": wrong, "timings": [msgspec.to_builtins(answer.timings) for answer in answers]}
 
 
-def measure_text(args: argparse.Namespace, weights: str) -> tuple[dict[str, float], list[Timings]]:
-    """Bits per byte of every kind of text, and the counts of drafts in continuations of the English one."""
+def measure_text(args: argparse.Namespace, weights: str, most: int, size: int) -> dict[str, Any]:
+    """Bits per byte of every kind of text, and the timings of continuations of the English one."""
     tokenizer, device = open_frontend(args.model).tokenizer, choose_device(args.device)
-    prose = windows(tokenizer, corpus.english(), TEXT_PROMPT, 2 * args.windows)
+    prose = windows(tokenizer, corpus.english(), TEXT_PROMPT, 2 * most)
     requests = [greedy(str(index), ids, TEXT_TOKENS, []) for index, ids in enumerate(prose)]
-    answers = run(open_engine(args, weights), requests)
+    answers = run(open_engine(args, weights, TEXT_LANES), requests)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     packed = args.dtype in ("auto", "bf16")
     loaded = load_model(resolve(args.model), device=device, dtype=dtype, packed=packed, weights=weights)  # type: ignore[arg-type]
     codec = "bf16" if device.type == "cuda" else "float32"
     bits = {
-        kind: bits_per_byte(loaded.model, tokenizer, windows(tokenizer, text, args.window, args.windows), codec, device)
+        kind: bits_per_byte(loaded.model, tokenizer, windows(tokenizer, text, size, most), codec, device)
         for kind, text in corpus.texts().items()
     }
-    return bits, [answer.timings for answer in answers.values()]
+    return {"bits": bits, "timings": [msgspec.to_builtins(answer.timings) for answer in answers.values()]}
 
 
-def summary(
-    args: argparse.Namespace,
-    per_skill: list[tuple[list[bool], list[dict[str, str]], list[Timings]]],
-    bits: dict[str, float],
-    text: list[Timings],
-) -> dict[str, Any]:
-    marks = dict(zip(args.skills, (found[0] for found in per_skill), strict=True))
+def acceptance(found: list[dict[str, Any]]) -> dict[str, Any]:
+    timings = [timing for part in found for timing in part["timings"]]
+    return vars(Acceptance.of(msgspec.convert(timings, list[Timings])))
+
+
+def summary(args: argparse.Namespace, per_skill: list[dict[str, Any]], text: dict[str, Any]) -> dict[str, Any]:
+    marks = dict(zip(args.skills, (found["marks"] for found in per_skill), strict=True))
     accuracy = {skill: sum(right) / len(right) for skill, right in marks.items()}
-    chat = [timing for found in per_skill for timing in found[2]]
     return {
         "mean": sum(accuracy.values()) / len(accuracy),
         "skills": accuracy,
         "counts": {skill: len(right) for skill, right in marks.items()},
-        "wrong": [answer for found in per_skill for answer in found[1]],
-        "bits_per_byte": bits,
-        "acceptance": {"chat": vars(Acceptance.of(chat)), "text": vars(Acceptance.of(text))},
+        "wrong": [answer for found in per_skill for answer in found["wrong"]],
+        "bits_per_byte": text["bits"],
+        "acceptance": {"chat": acceptance(per_skill), "text": acceptance([text])},
     }
 
 

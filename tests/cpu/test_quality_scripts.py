@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from bench.quality import encoders, kv_codecs, skills, tasks
+from bench.quality import corpus, encoders, gdn_states, kv_codecs, skills, tasks
 from bench.quality.harness import table
 
 from longlane.artifact.geometry import GEOMETRIES
@@ -14,8 +14,8 @@ from longlane.models.registry import cache_spec
 
 def run_script(module, tmp_path, monkeypatch, *arguments: str) -> dict:
     out = tmp_path / "out.json"
-    text = "--windows 1 --window 256 --out"
-    monkeypatch.setattr(sys, "argv", ["script", *arguments, *text.split(), str(out)])
+    text = [] if "--window" in arguments else ["--windows", "1", "--window", "256"]
+    monkeypatch.setattr(sys, "argv", ["script", *arguments, *text, "--out", str(out)])
     threads = torch.get_num_threads()
     module.main()
     torch.set_num_threads(threads)
@@ -49,7 +49,7 @@ def test_codec_script_ranks_codecs_and_finds_a_needle(tmp_path, monkeypatch, cap
         "0.5",
         "--needles",
         "1",
-        "--no-encoders",
+        "--encoders",
     ]
     found = run_script(kv_codecs, tmp_path, monkeypatch, *arguments)["codecs"]
     (needle,) = json.loads((tmp_path / "out.json").read_text())["needles"]["bf16"]
@@ -62,6 +62,27 @@ def test_codec_script_ranks_codecs_and_finds_a_needle(tmp_path, monkeypatch, cap
     for kind, bits in found["rk4v4"]["bits_per_byte"].items():
         assert bits == pytest.approx(found["bf16"]["bits_per_byte"][kind], rel=0.05)
     assert "| bf16 | 65,536 | 69,632 |" in capsys.readouterr().out
+
+
+def test_state_script_compares_states_and_takes_up_where_it_was_cut_short(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tasks, "SKILLS", {"tool call": tasks.SKILLS["tool call"]})
+    arguments = ["--tasks", "1", "--lengths", "300", "--needles", "1", "--windows", "1", "--window", "64"]
+    monkeypatch.setattr(gdn_states, "DEPTHS", [0.5])
+    monkeypatch.setattr(corpus, "texts", lambda: {"English": corpus.english()})
+    first = run_script(gdn_states, tmp_path, monkeypatch, *arguments)
+    assert first["skills"] == {"fp32": 1.0, "bf16": 1.0}
+    assert [needle["right"] for needle in first["needles"]["bf16"]] == [True]
+    for found in first["text"].values():
+        assert found["bf16"] == pytest.approx(found["fp32"], rel=0.05)
+        assert found["bf16"] != found["fp32"]
+        assert 0 < found["divergence"] < 0.1
+    assert "| bf16 |" in capsys.readouterr().out
+
+    ledger = tmp_path / "out.jsonl"
+    lines = ledger.read_text().splitlines()
+    ledger.write_text("\n".join(lines[:-1]) + "\n")
+    assert run_script(gdn_states, tmp_path, monkeypatch, *arguments) == first
+    assert sorted(ledger.read_text().splitlines()) == sorted(lines)
 
 
 def test_bytes_of_a_token_are_those_published():

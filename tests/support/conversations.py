@@ -1,5 +1,6 @@
 """Conversations that branch, return and share, as requests; and engines driven through them."""
 
+import time
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -71,6 +72,8 @@ def drain(engine: Engine, log: Log) -> None:
         if engine.idle:
             return
         log.take(engine.step())
+        if engine.stalled:
+            time.sleep(0.001)
     raise AssertionError("the engine makes no progress")
 
 
