@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from longlane.errors import EngineError
 from longlane.kernels.sampling import naive
-from longlane.sampling import RowState, decide, decide_rows
+from longlane.sampling import RowState, decide, decide_rows, draw_ahead
 from longlane.sampling.philox import uniform
 from longlane.types import Request, SamplingParams, ThinkingBudget
 from support.toy_model import VOCAB, ToyModel, answer
@@ -144,6 +144,29 @@ def test_greedy_takes_the_lowest_id_of_equal_logits():
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
     request = Request(id="r", token_ids=[0], max_tokens=1, sampling=SamplingParams(temperature=0))
     assert decide(logits, [], RowState(request, 4)).token_ids == [1]
+
+
+def test_rows_drawn_ahead_decide_as_rows_alone():
+    """Sampled, greedy and penalised rows in one step, with columns that belong to nobody between them."""
+    settings_of = [
+        SamplingParams(temperature=0.8, top_p=0.9, seed=3),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=1.1, presence_penalty=1.0, seed=4),
+        SamplingParams(temperature=1.0, top_k=5, seed=5),
+    ]
+
+    def rows():
+        return [RowState(Request(id="r", token_ids=[0], max_tokens=9, sampling=one), VOCAB) for one in settings_of]
+
+    logits = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(1))
+    starts, drafts = [1, 5, 10, 14], [[1, 2], [int(logits[5].argmax()), 3], [4], []]
+    drawn = draw_ahead(logits, drafts, rows(), starts=starts)
+    together = decide_rows(logits, drafts, rows(), starts=starts, drawn=drawn)
+    assert together == decide_rows(logits, drafts, rows(), starts=starts)
+    for start, run, row, decision in zip(starts, drafts, rows(), together, strict=True):
+        assert decision == decide(logits[start : start + len(run) + 1], run, row)
+    assert draw_ahead(logits[:3], [[1, 2]], rows()[1:2]) is None
+    assert draw_ahead(logits[:3], [[1, 2]], rows()[2:3]) is None
 
 
 def test_padding_rows_of_the_head_are_never_drawn():

@@ -1,5 +1,30 @@
-"""Drawing one token from filtered logits, and the best few tokens of a row."""
+"""Choosing tokens from rows of logits: the largest, a draw from what filters leave, the best few."""
 
-from longlane.kernels.sampling.cpu import best, draw
+import torch
+from torch import Tensor
 
-__all__ = ["best", "draw"]
+from longlane.kernels.route import route
+from longlane.kernels.sampling import cpu
+from longlane.kernels.sampling.cpu import best
+
+__all__ = ["best", "draw_rows", "greedy"]
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [C, V] -> ids [C] int64 of the largest of each row, the lowest of equal ones, and these logits [C] (NaN
+    where a row has one). Both stay on the device."""
+    ids = logits.argmax(dim=1)
+    return ids, logits.gather(1, ids[:, None])[:, 0]
+
+
+def draw_rows(logits: Tensor, parameters: Tensor) -> Tensor:
+    """logits [C, V] float32 or float64 -> the id [C] int64 that each row draws by `naive.draw`. In float32 on a card
+    nothing waits for the device.
+
+    parameters [5, C] float64 on the device of the logits: uniform number, temperature (0 is greedy), top_k, top_p,
+    min_p. What a row with NaN or infinity draws means nothing.
+    """
+    ids, peaks = greedy(logits)
+    kernels = cpu if logits.dtype == torch.float64 else route("sampling", logits)
+    drawn = kernels.draw_columns(logits, peaks, parameters)
+    return torch.where(parameters[1] > 0, drawn, ids)

@@ -2,6 +2,8 @@
 draw falls beyond them. Plain torch, so it runs on any device.
 """
 
+from math import isfinite
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,19 @@ def best(logits: Tensor, count: int) -> Tensor:
     floor = torch.topk(logits, count, sorted=False).values.min()
     ids = torch.nonzero(logits >= floor)[:, 0]
     return ids[torch.sort(logits[ids], descending=True, stable=True).indices[:count]]
+
+
+def draw_columns(logits: Tensor, peaks: Tensor, parameters: Tensor) -> Tensor:
+    """[C, V] logits, their largest, the parameters [5, C] of `draw_rows` -> ids [C]; 0 where nothing is to be drawn."""
+    ids = [
+        draw(row, u, temperature=temperature, top_k=int(top_k), top_p=top_p, min_p=min_p)
+        if temperature > 0 and isfinite(peak)
+        else 0
+        for row, peak, (u, temperature, top_k, top_p, min_p) in zip(
+            logits, peaks.tolist(), parameters.T.tolist(), strict=True
+        )
+    ]
+    return torch.tensor(ids, dtype=torch.int64, device=logits.device)
 
 
 def draw(logits: Tensor, u: float, *, temperature: float, top_k: int, top_p: float, min_p: float) -> int:

@@ -1,0 +1,172 @@
+"""GPU route: a draw from filtered logits for many columns at once, without a sort and without the host.
+
+Every filter keeps a prefix of the order (logit descending, id ascending), and the draw is the first token at which the
+mass of the prefix passes a number. So all of them are one question: which is the shortest prefix with so much of a
+measure, of tokens for `top_k`, of mass for the others? Tokens are binned by their distance from the best logit
+(`_count`), put beside those of their bin (`_gather`), and the end of a prefix is looked for in one bin (`_select`).
+
+Masses are float64 weights in fixed point, 2^-SHIFT of the best token's, so that their sums do not depend on an order,
+and a draw on nothing but its own column. The oracle sums in float64: a draw may differ from its where the number
+falls within V * 2^-SHIFT of the boundary between two tokens (7e-9 of the best token's mass for 2^18 tokens).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# 64 logits below the best one in steps of 1/64; all that lies farther shares the last bin.
+BINS = 4096
+_PER_LOGIT = tl.constexpr(64)
+# Tokens a program of the passes over the vocabulary takes, and those that `_select` looks at together.
+_BLOCK, _TILE = 2048, 512
+
+
+@triton.jit
+def _mass(x, peak, temperature, min_p, SHIFT: tl.constexpr):
+    """Fixed-point weight exp((x - peak) / temperature) of logits x, zero where `min_p` drops it. NaN weighs nothing."""
+    weight = tl.exp((x.to(tl.float64) - peak.to(tl.float64)) / temperature)
+    weight = tl.where(weight >= min_p, weight, 0.0)
+    return (weight * (1 << SHIFT) + 0.5).to(tl.int64)
+
+
+@triton.jit
+def _bin(x, peak, BINS: tl.constexpr):
+    distance = (peak - x) * _PER_LOGIT
+    inside = distance < BINS - 1  # false for NaN
+    return tl.where(inside, distance, BINS - 1.0).to(tl.int32)
+
+
+@triton.jit
+def _rank(x, token):
+    """int64 whose order is that of logits x, lower ids first among equal ones."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return (ordered << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def _count(
+    logits, peaks, parameters, counts, masses, stride, V, columns,
+    SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """counts, masses [columns, BINS]: tokens of each bin, and their mass."""
+    column = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < V
+    x = tl.load(logits + column * stride + i, mask=inside, other=-float("inf"))
+    peak = tl.load(peaks + column)
+    temperature, min_p = tl.load(parameters + columns + column), tl.load(parameters + 4 * columns + column)
+    mass = _mass(x, peak, temperature, min_p, SHIFT)
+    place = column * BINS + _bin(x, peak, BINS)
+    tl.atomic_add(counts + place, 1, mask=inside)
+    tl.atomic_add(masses + place, mass, mask=inside & (mass > 0))
+
+
+@triton.jit
+def _gather(logits, peaks, free, order, stride, V, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """order [columns, V]: ids bin by bin, in no order within one. free [columns, BINS]: where a bin's next id goes."""
+    column = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < V
+    x = tl.load(logits + column * stride + i, mask=inside, other=-float("inf"))
+    bin = _bin(x, tl.load(peaks + column), BINS)
+    place = tl.atomic_add(free + column * BINS + bin, 1, mask=inside)
+    tl.store(order + column * V + place, i, mask=inside)
+
+
+@triton.jit
+def _read(logits, order, at, last, peak, temperature, min_p, SHIFT: tl.constexpr, TILE: tl.constexpr):
+    """(rank, mass, whether it is one) of the tokens at order[at : at + TILE], up to `last`."""
+    i = at + tl.arange(0, TILE)
+    inside = i < last
+    token = tl.load(order + i, mask=inside, other=0)
+    x = tl.load(logits + token, mask=inside, other=0.0)
+    return _rank(x, token), _mass(x, peak, temperature, min_p, SHIFT), inside
+
+
+@triton.jit
+def _end(
+    logits, order, counts, masses, target, peak, temperature, min_p,
+    BY_COUNT: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Rank of the last token of the shortest prefix with at least `target` tokens, or mass, and the prefix's mass.
+    counts, masses: cumulative over the bins of a column."""
+    bins = tl.arange(0, BINS)
+    measure = counts if BY_COUNT else masses
+    bin = tl.minimum(tl.sum((tl.load(measure + bins) < target).to(tl.int32)), BINS - 1)
+    first = tl.load(counts + bin - 1, mask=bin > 0, other=0)
+    last = tl.load(counts + bin)
+    mass_before = tl.load(masses + bin - 1, mask=bin > 0, other=0)
+    before = first.to(tl.int64) if BY_COUNT else mass_before
+    # The rank is one of the bin's. Halve what is left of them, and move each end to the next rank there is.
+    low, high = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64), tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    for at in range(first, last, TILE):
+        rank, _, inside = _read(logits, order, at, last, peak, temperature, min_p, SHIFT, TILE)
+        low = tl.minimum(low, tl.min(tl.where(inside, rank, 0x7FFFFFFFFFFFFFFF)))
+        high = tl.maximum(high, tl.max(tl.where(inside, rank, -0x7FFFFFFFFFFFFFFF)))
+    while low < high:
+        middle = (low & high) + ((low ^ high) >> 1) + 1
+        reached, above, below = before, high, low
+        for at in range(first, last, TILE):
+            rank, mass, inside = _read(logits, order, at, last, peak, temperature, min_p, SHIFT, TILE)
+            upper = inside & (rank >= middle)
+            part = upper.to(tl.int64) if BY_COUNT else tl.where(upper, mass, 0)
+            reached += tl.sum(part)
+            above = tl.minimum(above, tl.min(tl.where(upper, rank, 0x7FFFFFFFFFFFFFFF)))
+            below = tl.maximum(below, tl.max(tl.where(inside & (rank < middle), rank, -0x7FFFFFFFFFFFFFFF)))
+        low, high = tl.where(reached >= target, above, low), tl.where(reached >= target, high, below)
+    total = mass_before
+    for at in range(first, last, TILE):
+        rank, mass, inside = _read(logits, order, at, last, peak, temperature, min_p, SHIFT, TILE)
+        total += tl.sum(tl.where(inside & (rank >= low), mass, 0))
+    return low, total
+
+
+@triton.jit
+def _select(
+    logits, peaks, parameters, order, counts, masses, out, stride, V, columns,
+    SHIFT: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """out [columns]: the token that each draws. counts, masses [columns, BINS] are cumulative."""
+    column = tl.program_id(0).to(tl.int64)
+    parameters += column
+    u, temperature = tl.load(parameters), tl.load(parameters + columns)
+    top_k, top_p = tl.load(parameters + 2 * columns).to(tl.int64), tl.load(parameters + 3 * columns)
+    min_p, peak = tl.load(parameters + 4 * columns), tl.load(peaks + column)
+    logits, order = logits + column * stride, order + column * V
+    counts, masses = counts + column * BINS, masses + column * BINS
+    kept = tl.load(masses + BINS - 1)
+    if (top_k > 0) & (top_k < V):
+        _, kept = _end(logits, order, counts, masses, top_k, peak, temperature, min_p, True, SHIFT, BINS, TILE)
+    if top_p < 1:
+        share = top_p * kept.to(tl.float64)
+        target = tl.maximum(share.to(tl.int64), 1)
+        target += (target.to(tl.float64) < share).to(tl.int64)
+        _, kept = _end(logits, order, counts, masses, target, peak, temperature, min_p, False, SHIFT, BINS, TILE)
+    target = tl.minimum((u * kept.to(tl.float64)).to(tl.int64), kept - 1) + 1
+    rank, _ = _end(logits, order, counts, masses, target, peak, temperature, min_p, False, SHIFT, BINS, TILE)
+    tl.store(out + column, 0x7FFFFFFF - (rank & 0x7FFFFFFF))
+
+
+def draw_columns(logits: Tensor, peaks: Tensor, parameters: Tensor) -> Tensor:
+    """logits [C, V] float32, their largest in `peaks` [C], and the parameters [5, C] of `draw_rows` -> ids [C] int64.
+    A column with NaN, infinity or temperature 0, where every token weighs nothing, draws any."""
+    columns, size = logits.shape
+    assert logits.stride(1) == 1, logits.stride()
+    assert logits.dtype == peaks.dtype == torch.float32, (logits.dtype, peaks.dtype)
+    assert parameters.dtype == torch.float64, parameters.dtype
+    assert parameters.shape == (5, columns), parameters.shape
+    shift = 62 - (size - 1).bit_length()
+    counts = torch.zeros(columns, BINS, dtype=torch.int32, device=logits.device)
+    masses = torch.zeros(columns, BINS, dtype=torch.int64, device=logits.device)
+    order = torch.empty(columns, size, dtype=torch.int32, device=logits.device)
+    out = torch.empty(columns, dtype=torch.int64, device=logits.device)
+    grid, stride = (triton.cdiv(size, _BLOCK), columns), logits.stride(0)
+    _count[grid](logits, peaks, parameters, counts, masses, stride, size, columns, SHIFT=shift, BINS=BINS, BLOCK=_BLOCK)
+    ends, masses = counts.cumsum(1, dtype=torch.int32), masses.cumsum(1)
+    _gather[grid](logits, peaks, ends - counts, order, stride, size, BINS=BINS, BLOCK=_BLOCK)
+    _select[(columns,)](
+        logits, peaks, parameters, order, ends, masses, out, stride, size, columns, SHIFT=shift, BINS=BINS, TILE=_TILE
+    )
+    return out
