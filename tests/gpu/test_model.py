@@ -21,7 +21,7 @@ from longlane.models.registry import LoadedModel, load_model
 from longlane.spec.speculator import Speculator
 from longlane.types import Request, SamplingParams
 from support.draft_loop import DraftLoop
-from support.lanes import Lanes, relative_error
+from support.lanes import Lanes
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-hybrid"
 BF16, F32 = torch.bfloat16, torch.float32
@@ -138,11 +138,12 @@ def test_verified_columns_are_those_of_plain_decode(name: str) -> None:
 def test_a_prompt_in_chunks_is_a_prompt_token_by_token(name: str) -> None:
     model, tokens = randomly(name).model, tokens_of(330, 5)
     reference = Lanes(model, BF16, device="cuda").logits(tokens, chunk=1)
-    # Experts that are chosen by a hair differ, and with them all that follows.
-    allowed = 0.5 if "num_experts" in GEOMETRY[name] else 0.06
     for chunk in (300, 64, 37):
         logits = Lanes(model, BF16, device="cuda").logits(tokens, chunk=chunk)
-        assert relative_error(logits, reference) < allowed, chunk
+        errors = (logits - reference).norm(dim=1) / reference.norm(dim=1)
+        print(f"\n{name}, chunks of {chunk}: error {float(errors.median()):.3f}, at most {float(errors.max()):.3f}")
+        # Where two experts are all but equal another one is chosen, and that token and some after it differ.
+        assert errors.median() < (0.2 if "num_experts" in GEOMETRY[name] else 0.03), chunk
 
 
 @cache
