@@ -11,11 +11,15 @@ from longlane.kernels import kv_codec
 from longlane.kernels.attention import naive as naive_attention
 from longlane.kernels.gdn import Record
 from longlane.kernels.gdn import naive as naive_gdn
+from longlane.kernels.kv_codec import cpu as cpu_codec
+from longlane.kernels.kv_codec.layout import CODE_BITS
 from longlane.kernels.norm_rope import naive as naive_norm
 from longlane.kernels.ragged import Ragged
 from support.rows import make_rows
 
 EPS = 1e-6
+# Share of codes that may fall on the other side of a rounding boundary, where sums run in another order.
+ROUNDED_OTHERWISE = 1e-3
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -188,3 +192,45 @@ def fold_is_decode(
         slot = rows.slots[row]
         assert torch.equal(folded_state[slot].nan_to_num(7), want_state[slot].nan_to_num(7))
         assert torch.equal(folded_history[slot].nan_to_num(7), want_history[slot].nan_to_num(7))
+
+
+def codes_apart(codec: str, part: str, got: Tensor, want: Tensor) -> tuple[int, int]:
+    """Codes that differ, and by how many steps at most; a cylinder's codes have no order."""
+    bits = CODE_BITS[codec][part == "v"]
+    if codec == "rk2v4-e8" and part == "k":
+        return int((got != want).sum()), 0
+    if codec == "fp8":
+        order = [torch.where(x > 127, 127 - x.int(), x.int()) for x in (got, want)]
+    elif bits == 8:
+        order = [x.view(torch.int8).int() for x in (got, want)]
+    else:
+        order = [torch.stack([(x & 15 ^ 8).int() - 8, (x >> 4 ^ 8).int() - 8]) for x in (got, want)]
+    gap = (order[0] - order[1]).abs()
+    return int((gap > 0).sum()), int(gap.max())
+
+
+def append_coded(
+    route: ModuleType, codec: str, lengths: tuple[int, ...], context: tuple[int, ...], kv_heads: int, size: int,
+    device: str, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """The route writes what `codes.py` would, but for values within rounding of a boundary, and nothing else."""
+    rows = rows_on(device, lengths, context)
+    k, v = torch.randn(2, rows.tokens, kv_heads + 1, size, device=device).to(dtype)[:, :, :kv_heads]
+    k *= 10.0 ** torch.randint(-3, 3, (rows.tokens, kv_heads, 1), device=device)
+    # Any root does for a cylinder of radius 0, and the routes choose differently.
+    if codec != "rk2v4-e8":
+        k[0, 0] = 0
+    v[0, 0], v[-1, 0] = 6e4, 0
+    got, want = (kv_codec.allocate(codec, int(rows.block_table.max()) + 1, kv_heads, size, device) for _ in range(2))
+    for plane in (*got.planes(), *want.planes()):
+        plane.fill_(255 if plane.dtype == torch.uint8 else 7)
+    route.append(got, k, v, rows)
+    cpu_codec.append(want, k, v, rows)
+    for part in ("k", "v"):
+        scales = [getattr(pages, f"{part}_scale") for pages in (got, want)]
+        torch.testing.assert_close(*scales, rtol=2**-10, atol=2**-24)
+        # The whole plane, so that a write anywhere else counts too.
+        others, steps = codes_apart(codec, part, *(getattr(pages, part) for pages in (got, want)))
+        assert steps <= 1, f"{part} codes off by {steps} steps"
+        most = max(2.0, ROUNDED_OTHERWISE * k.numel())
+        assert others <= most, f"{others} of {k.numel()} codes of {part} differ, at most {most:.1f} may"

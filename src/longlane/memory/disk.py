@@ -24,7 +24,7 @@ from longlane.memory.records import PageRecord, Record, Shelf, StateRecord
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"LLCACHE1"
+MAGIC = b"LLCACHE2"
 DIGEST = 16
 # Writes that may wait. What comes while so many wait is not stored.
 PENDING = 4096

@@ -7,13 +7,16 @@ from longlane.kernels.kv_codec import cpu, naive
 from longlane.kernels.kv_codec.layout import RAW_BYTES
 from longlane.kernels.kv_codec.pages import PAGE, KVPages, allocate
 from longlane.kernels.ragged import Ragged
+from longlane.kernels.route import route
 
 __all__ = ["PAGE", "KVPages", "allocate", "append", "gather"]
 
 
 def append(pages: KVPages, k: Tensor, v: Tensor, rows: Ragged) -> None:
     """Store k, v [N, kv_heads, head_dim] of the step's tokens at the pages and offsets of `rows`."""
-    if pages.codec in RAW_BYTES:
+    if k.is_cuda:
+        route("kv_codec", k).append(pages, k, v, rows)
+    elif pages.codec in RAW_BYTES:
         naive.append(pages, k, v, rows)
     else:
         cpu.append(pages, k, v, rows)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from longlane.kernels.kv_codec.codes import ROTATED_K, ROTATED_V, decode_k, decode_v, encode_k, encode_v, rotate
-from longlane.kernels.kv_codec.pages import KVPages
+from longlane.kernels.kv_codec.pages import PAGE, KVPages
 from longlane.kernels.ragged import Ragged
 
 
@@ -15,7 +15,9 @@ def append(pages: KVPages, k: Tensor, v: Tensor, rows: Ragged) -> None:
         (k, encode_k, pages.k, pages.k_scale),
         (v, encode_v, pages.v, pages.v_scale),
     ):
-        codes[rows.page, :, rows.offset], scales[rows.page, :, rows.offset] = encode(pages.codec, x)
+        fresh, scale = encode(pages.codec, x)
+        codes[rows.page, :, :, rows.offset] = fresh.unflatten(-1, (codes.shape[2], -1))
+        scales[rows.page, :, :, rows.offset] = scale
 
 
 def gather(pages: KVPages, table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -24,9 +26,9 @@ def gather(pages: KVPages, table: Tensor, length: int, dtype: torch.dtype) -> tu
     assert pages.v_scale is not None
 
     def run(plane: Tensor) -> Tensor:
-        _, heads, size, dim = plane.shape
-        used = plane.index_select(0, table[: -(-length // size)])
-        return used.transpose(0, 1).reshape(heads, -1, dim)[:, :length]
+        """[pages, heads, groups, 64, ...] -> [heads, length, groups x ...]."""
+        used = plane.index_select(0, table[: -(-length // PAGE)])
+        return used.movedim(2, 3).transpose(0, 1).flatten(1, 2)[:, :length].flatten(2)
 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     k = decode_k(pages.codec, run(pages.k), run(pages.k_scale), wide)

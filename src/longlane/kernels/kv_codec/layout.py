@@ -21,13 +21,17 @@ def divides(codec: str, head_dim: int) -> bool:
     return codec in RAW_BYTES or head_dim % GROUP == 0
 
 
+def scale_groups(codec: str, head_dim: int) -> int:
+    """Scales of a coded vector: one a group of 64; fp8 scales the whole row."""
+    return 1 if codec == "fp8" else head_dim // GROUP
+
+
 def vector_bytes(codec: str, head_dim: int) -> tuple[int, int]:
     """Bytes of K and of V for one token and one KV head, scales included. Source: `docs/kv-codecs.md`."""
     if codec in RAW_BYTES:
         size = RAW_BYTES[codec] * head_dim
         return size, size
     assert divides(codec, head_dim), f"coded KV needs a head of whole groups of {GROUP}, got {head_dim}"
-    # fp8 scales a whole row, all others groups of 64.
-    scales = 2 if codec == "fp8" else 2 * (head_dim // GROUP)
+    scales = 2 * scale_groups(codec, head_dim)
     k_bits, v_bits = CODE_BITS[codec]
     return head_dim * k_bits // 8 + scales, head_dim * v_bits // 8 + scales

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longlane.kernels.kv_codec.layout import GROUP, RAW_BYTES, vector_bytes
+from longlane.kernels.kv_codec.layout import GROUP, RAW_BYTES, scale_groups, vector_bytes
 
 PAGE = 64
 RAW_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
@@ -13,8 +13,9 @@ RAW_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.
 
 @dataclass(frozen=True, slots=True)
 class KVPages:
-    """Pages of 64 tokens. Raw codecs hold [pages, kv_heads, 64, head_dim] in their dtype; coded ones hold code bytes
-    [pages, kv_heads, 64, code_bytes] uint8 and scales [pages, kv_heads, 64, groups] float16.
+    """Pages of 64 tokens. Raw codecs hold [pages, kv_heads, 64, head_dim] in their dtype. Coded ones hold, for each
+    group of 64 dimensions, code bytes [pages, kv_heads, groups, 64, bytes of a group] uint8 and scales
+    [pages, kv_heads, groups, 64] float16 (fp8: one group of scales), so that what a kernel takes at once lies together.
 
     `codec` is the `--kv-dtype` name ("float64", "float32", "bf16", "int8", ...).
     """
@@ -36,12 +37,13 @@ class KVPages:
 
 def allocate(codec: str, pages: int, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> KVPages:
     """Zeroed pages of one layer. Page 0 is scratch: padded rows write there and nobody owns it."""
-    shape = (pages, kv_heads, PAGE)
     if codec in RAW_BYTES:
-        k, v = (torch.zeros(*shape, head_dim, dtype=RAW_DTYPES[codec], device=device) for _ in range(2))
+        raw = (pages, kv_heads, PAGE, head_dim)
+        k, v = (torch.zeros(raw, dtype=RAW_DTYPES[codec], device=device) for _ in range(2))
         return KVPages(codec, k, v)
-    groups = 1 if codec == "fp8" else head_dim // GROUP
-    k_bytes, v_bytes = (size - 2 * groups for size in vector_bytes(codec, head_dim))
-    k, v = (torch.zeros(*shape, size, dtype=torch.uint8, device=device) for size in (k_bytes, v_bytes))
-    k_scale, v_scale = (torch.zeros(*shape, groups, dtype=torch.float16, device=device) for _ in range(2))
+    groups, scales = head_dim // GROUP, scale_groups(codec, head_dim)
+    sizes = ((size - 2 * scales) // groups for size in vector_bytes(codec, head_dim))
+    k, v = (torch.zeros(pages, kv_heads, groups, PAGE, size, dtype=torch.uint8, device=device) for size in sizes)
+    shape = (pages, kv_heads, scales, PAGE)
+    k_scale, v_scale = (torch.zeros(shape, dtype=torch.float16, device=device) for _ in range(2))
     return KVPages(codec, k, v, k_scale, v_scale)
