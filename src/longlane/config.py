@@ -51,6 +51,7 @@ class EngineConfig:
     memory_bytes: int | None = None
     threads: int | None = None
     cuda_graph: bool = True
+    overlap: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

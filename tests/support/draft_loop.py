@@ -38,6 +38,18 @@ class Lane:
         return (len(self.row.generated) - 1) / max(self.rounds, 1)
 
 
+def drafts_of(
+    speculator: Speculator, batch: Batch, lanes: Sequence[DraftLane], rooms: Sequence[int]
+) -> list[list[int]]:
+    """What is proposed to follow each row of the batch, from whatever source."""
+    proposals = speculator.propose(lanes, rooms)
+    if not (depth := max(proposal.neural for proposal in proposals)):
+        return [proposal.token_ids for proposal in proposals]
+    assert speculator.drafter
+    made = speculator.drafter.propose(batch, depth).tolist()
+    return [own.token_ids or row[: own.neural] for own, row in zip(proposals, made, strict=True)]
+
+
 class DraftLoop:
     """Runs requests together on one model; every request owns `pages` pages and one slot."""
 
@@ -73,9 +85,11 @@ class DraftLoop:
             part = request.token_ids[lane.length : lane.length + chunk]
             batch = self.batch("prefill", [lane], [part])
             hidden = self.model.forward(batch, self.caches).hidden
-            if speculator:
-                speculator.observe(batch, hidden, [lane.draft], [len(part)])
             lane.length += len(part)
+            if speculator:
+                speculator.learn(lane.draft, lane.length)
+            if speculator and speculator.drafter:
+                speculator.drafter.observe(batch, hidden)
         [decision] = decide_rows(self.model.logits(hidden[-1:]), [[]], [row])
         assert isinstance(decision, Decision)
         return lane
@@ -84,7 +98,7 @@ class DraftLoop:
         """What the speculator would draft next."""
         rooms = [min(speculator.max_drafts, lane.row.remaining - 1) for lane in lanes]
         batch = self.batch("decode", lanes, [[lane.row.generated[-1]] for lane in lanes])
-        return speculator.propose(batch, [lane.draft for lane in lanes], rooms)
+        return drafts_of(speculator, batch, [lane.draft for lane in lanes], rooms)
 
     def _round(self, lanes: list[Lane], speculator: Speculator | None) -> None:
         drafts = self.proposals(lanes, speculator) if speculator else [[] for _ in lanes]
@@ -97,7 +111,9 @@ class DraftLoop:
         committed = [decision.accepted + 1 for decision in decisions]
         self.model.fold(batch, self.caches, output.records, torch.tensor(committed, device=self.device))
         if speculator:
-            speculator.observe(batch, output.hidden, [lane.draft for lane in lanes], committed)
+            if speculator.drafter:
+                speculator.drafter.observe(batch, output.hidden, torch.tensor(committed))
+            speculator.judge([lane.draft for lane in lanes], list(map(len, drafts)), committed)
         for lane, own, count in zip(lanes, drafts, committed, strict=True):
             lane.length += count
             lane.count(len(own), count - 1)

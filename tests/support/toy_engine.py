@@ -8,7 +8,7 @@ import torch
 from longlane.config import EngineConfig
 from longlane.engine.loop import Engine
 from longlane.engine.runner import Runner
-from longlane.layers.batch import Batch, Caches
+from longlane.layers.batch import Caches
 from longlane.memory.arena import Arena
 from longlane.memory.disk import Disk
 from longlane.memory.events import DeviceBlocks, Ledger
@@ -18,7 +18,7 @@ from longlane.memory.prefix import PrefixTree
 from longlane.memory.states import SlotPool
 from longlane.memory.tiers import Tiers
 from longlane.sampling import RowState, decide
-from longlane.spec.drafter import DraftLane
+from longlane.spec.drafter import DraftLane, Proposal
 from longlane.types import Admitted, Failed, Finished, FromEngine, Request, Tokens
 from support.hash_model import VOCAB, HashModel, Walk, poisoned_caches
 
@@ -47,20 +47,16 @@ class Guesser:
     def open(self, row: RowState) -> DraftLane:
         return DraftLane(row)
 
-    def propose(self, batch: Batch, lanes: Sequence[DraftLane], rooms: Sequence[int]) -> list[list[int]]:
-        assert batch.rows == len(lanes) == len(rooms)
-        for context, room, table in zip(batch.context, rooms, batch.block_table, strict=True):
-            needed = -(-(context + 1 + room) // 64)
-            assert room >= 0
-            assert bool((table[:needed] > 0).all()), "drafts would have no page"
-        return [self._guess(lane.row, min(self.max_drafts, room)) for lane, room in zip(lanes, rooms, strict=True)]
+    def learn(self, lane: DraftLane, length: int) -> None:
+        assert 0 < length <= lane.row.position
 
-    def observe(self, batch: Batch, hidden: torch.Tensor, lanes: Sequence[DraftLane], columns: Sequence[int]) -> None:
-        """What was committed is what the rows of the batch began with."""
-        starts = zip(batch.query_start, lanes, batch.context, columns, strict=False)
-        for start, lane, context, count in starts:
-            tokens = [*lane.row.request.token_ids, *lane.row.generated]
-            assert batch.token_ids[start : start + count].tolist() == tokens[context : context + count]
+    def propose(self, lanes: Sequence[DraftLane], rooms: Sequence[int]) -> list[Proposal]:
+        assert min(rooms) >= 0
+        pairs = zip(lanes, rooms, strict=True)
+        return [Proposal(self._guess(lane.row, min(self.max_drafts, room))) for lane, room in pairs]
+
+    def judge(self, lanes: Sequence[DraftLane], drafted: Sequence[int], columns: Sequence[int]) -> None:
+        assert all(1 <= kept <= count + 1 for _, count, kept in zip(lanes, drafted, columns, strict=True))
 
     def _guess(self, row: RowState, count: int) -> list[int]:
         walk = self.walks.get(row.request.id, Walk())

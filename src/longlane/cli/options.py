@@ -57,7 +57,11 @@ HELP = {
     "memory_bytes": _option("Plan for a device of so many bytes instead of asking it.", min=1),
     "threads": _option("CPU threads of the engine.", min=1),
     "cuda_graph": _option(
-        "Plan room for decode steps as CUDA graphs; as yet none is captured.", "--cuda-graph/--no-cuda-graph"
+        "Replay decode steps as CUDA graphs, captured at start; without, the same code runs step by step.",
+        "--cuda-graph/--no-cuda-graph",
+    ),
+    "overlap": _option(
+        "Do the host's work while a step runs on the card; off is for debugging.", "--overlap/--no-overlap"
     ),
     "host": _option("Address to listen on."),
     "port": _option("Port to listen on.", min=1, max=65535),

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import psutil
@@ -15,13 +15,12 @@ from longlane.engine import scheduler
 from longlane.engine.admission import check_queue, check_request, failure, timed_out
 from longlane.engine.batch import Row
 from longlane.engine.job import Job
-from longlane.engine.runner import Computed, Runner
+from longlane.engine.runner import Runner
 from longlane.errors import EngineError, LonglaneError
-from longlane.layers.batch import Batch
 from longlane.memory.manager import Memory
 from longlane.memory.plan import PAGE
 from longlane.sampling import Decision, RowState, decide_rows
-from longlane.spec.drafter import DraftLane
+from longlane.spec.drafter import DraftLane, Proposal
 from longlane.types import Admitted, Finished, FinishReason, FromEngine, Request, Stats, Tokens
 
 log = logging.getLogger(__name__)
@@ -35,9 +34,24 @@ class DraftSource(Protocol):
 
     def open(self, row: RowState) -> DraftLane: ...
 
-    def propose(self, batch: Batch, lanes: Sequence[DraftLane], rooms: Sequence[int]) -> list[list[int]]: ...
+    def learn(self, lane: DraftLane, length: int) -> None: ...
 
-    def observe(self, batch: Batch, hidden: Tensor, lanes: Sequence[DraftLane], columns: Sequence[int]) -> None: ...
+    def propose(self, lanes: Sequence[DraftLane], rooms: Sequence[int]) -> list[Proposal]: ...
+
+    def judge(self, lanes: Sequence[DraftLane], drafted: Sequence[int], columns: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step on the device: a decode round of all `jobs`, or a chunk of the only one, with the logits that decide its
+    first token where it is the last chunk."""
+
+    kind: Literal["decode", "prefill"]
+    jobs: Sequence[Job]
+    rows: Sequence[Row]
+    began: float
+    proposals: Sequence[Proposal] = ()
+    logits: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +65,9 @@ class Outcome:
 
 class Engine:
     """Continuous batching over one runner.
+
+    A step is launched, and lands when its tokens are read; what lies between, the host has for messages and admission.
+    Without overlap it lands before anything else happens, which may not change a token.
 
     Every submitted request ends with exactly one `Finished` or `Failed`. Tokens are published after they are
     committed. An exception out of `step` is a fault of the engine, not of a request: nothing may run after it.
@@ -76,6 +93,12 @@ class Engine:
         self._running: dict[str, Job] = {}
         self._outbox: list[FromEngine] = []
         self._arrivals = 0
+        self._overlap = config.overlap and runner.asynchronous
+        self._flight: Flight | None = None
+        # A plan whose decode rows have run and whose chunk has not.
+        self._rest: scheduler.StepPlan | None = None
+        self._cancelled: set[str] = set()
+        self._decode_s = 0.0
         self._debt_s = 0.0
         self._token_s: float | None = None
         self._steps = 0
@@ -85,13 +108,18 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether `step` has nothing to do and nothing to say."""
-        return not (self._waiting or self._running or self._outbox)
+        return not (self._waiting or self._running or self._outbox or self._flight)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is on the device, so that the host has time."""
+        return self._flight is not None and not self._runner.done
 
     @property
     def stalled(self) -> bool:
         """Whether all that runs is still on its way to the device, so that a step has nothing to compute."""
         leases = [job.lease for job in self._running.values() if job.lease]
-        return bool(leases) and not any(lease.ready for lease in leases)
+        return self._flight is None and bool(leases) and not any(lease.ready for lease in leases)
 
     def submit(self, request: Request) -> None:
         """Queue a request. What cannot be served is answered by `Failed`, with the bound that it breaks."""
@@ -105,8 +133,14 @@ class Engine:
 
     def cancel(self, id: str) -> None:
         """End a request and give back what it holds. An id that is not open is none of our business any more."""
-        if job := self._waiting.get(id) or self._running.get(id):
-            log.info("request %s is cancelled", id)
+        job = self._waiting.get(id) or self._running.get(id)
+        if job is None:
+            return
+        log.info("request %s is cancelled", id)
+        if self._flight and job in self._flight.jobs:
+            # Its state is being written: what is kept of it must be what was committed.
+            self._cancelled.add(id)
+        else:
             self._finish(job, "cancelled")
 
     def abort(self, error: LonglaneError) -> None:
@@ -118,30 +152,32 @@ class Engine:
         """Wait until what the next start continues from is on disk. Nothing may be asked for afterwards."""
         self._memory.close()
 
+    def on_step(self, hear: Callable[[dict[str, Any]], None]) -> None:
+        """`hear` learns what each step is before it is launched."""
+        self._runner.on_step = hear
+
     def step(self) -> list[FromEngine]:
-        """Expire, admit, run one step, and return every message since the last call."""
-        for id in self._memory.poll():
-            self._return(self._running[id])
-        self._expire()
-        self._admit()
-        self._announce()
-        plan = scheduler.plan_step(self._snapshot(), self._policy)
-        began = self._clock()
-        self._decode([self._running[id] for id in plan.decode])
-        decoded = self._clock()
-        # The decode rows may have taken its pages.
-        if plan.prefill and plan.prefill.id in self._running:
-            self._prefill(self._running[plan.prefill.id], plan.prefill.tokens)
-            for id in plan.skipped:
-                if id in self._running:
-                    self._running[id].skipped += 1
-        decode_s = decoded - began if plan.decode else 0.0
-        self._debt_s = scheduler.settle(self._debt_s, decode_s, self._clock() - decoded, self._policy.decode_floor)
-        self._steps += bool(plan.decode or plan.prefill)
-        if not (self._running or self._waiting):
+        """Land the step that runs, launch the next one, and return every message since the last call."""
+        if self._flight:
+            self._land()
+        self.tend()
+        self._launch()
+        while self._flight and not self._overlap:
+            self._land()
+            self._launch_rest()
+        if not (self._running or self._waiting or self._flight):
             self._memory.settle()
         messages, self._outbox = self._outbox, []
         return messages
+
+    def tend(self) -> None:
+        """What needs no step: copies from the host, expiry, admission. For the time while one runs."""
+        for id in self._memory.poll():
+            self._return(self._running[id])
+        if self._waiting:
+            self._expire()
+            self._admit()
+        self._announce()
 
     def stats(self, check: bool = False) -> Stats:
         """Occupancy now. With `check`, every page and slot is accounted for."""
@@ -213,59 +249,116 @@ class Engine:
         running = tuple(job.running() for job in self._running.values() if job.lease and job.lease.ready)
         return scheduler.Snapshot(running=running, debt_s=self._debt_s, token_s=self._token_s)
 
-    def _decode(self, jobs: Sequence[Job]) -> None:
-        """One round: every job's last token and its drafts, verified together."""
+    def _launch(self) -> None:
+        """Start what is left of the last plan, or a new one."""
+        if self._launch_rest():
+            return
+        plan = scheduler.plan_step(self._snapshot(), self._policy)
+        self._steps += bool(plan.decode or plan.prefill)
+        self._rest, self._decode_s = plan, 0.0
+        if not self._launch_round([self._running[id] for id in plan.decode]):
+            self._launch_rest()
+
+    def _launch_rest(self) -> bool:
+        """Start the chunk of a plan whose decode rows have run. They may have taken its pages."""
+        plan, self._rest = self._rest, None
+        if plan is None:
+            return False
+        if plan.prefill is None or plan.prefill.id not in self._running:
+            self._settle_debt(0.0)
+            return False
+        self._launch_chunk(self._running[plan.prefill.id], plan.prefill.tokens)
+        for id in plan.skipped:
+            if id in self._running:
+                self._running[id].skipped += 1
+        return True
+
+    def _launch_round(self, jobs: Sequence[Job]) -> bool:
+        """Start a round: every job's last token and its drafts, verified together. False if there is none to run."""
         jobs = [job for job in jobs if self._make_room(job)]
         if not jobs:
-            return
-        drafts = self._propose(jobs)
-        width = max(map(len, drafts))
-        rows = [decode_row(job, run, width) for job, run in zip(jobs, drafts, strict=True)]
-        step = self._runner.run("verify" if width else "decode", rows)
-        assert step.logits is not None
-        decisions = decide_rows(step.logits, drafts, [job.row for job in jobs])
-        columns = [0 if isinstance(decision, EngineError) else decision.accepted + 1 for decision in decisions]
-        if width:
-            self._runner.fold(step, columns)
-        outcomes = []
-        for job, row, run, kept, decision in zip(jobs, rows, drafts, columns, decisions, strict=True):
-            if isinstance(decision, Decision):
-                job.count_round(len(run), decision.accepted)
-                self._decode_tokens += len(decision.token_ids)
-            outcomes.append(Outcome(job, row.token_ids[:kept], decision))
-        self._conclude(step, outcomes)
+            return False
+        began = self._clock()
+        proposals = self._propose(jobs)
+        rows = [decode_row(job, proposal) for job, proposal in zip(jobs, proposals, strict=True)]
+        self._runner.decode(rows)
+        self._flight = Flight("decode", jobs, rows, began, proposals)
+        return True
 
-    def _propose(self, jobs: Sequence[Job]) -> list[list[int]]:
+    def _propose(self, jobs: Sequence[Job]) -> list[Proposal]:
         """Drafts for each job, within its pages and within what it may generate beside this round's token."""
         if self._speculator is None:
-            return [[] for _ in jobs]
-        lanes, rooms, rows = [], [], []
+            return [Proposal([]) for _ in jobs]
+        lanes, rooms = [], []
         for job in jobs:
             assert job.lease is not None
             assert job.lane is not None
             lanes.append(job.lane)
             rooms.append(min(len(job.lease.pages) * PAGE - job.lease.length, job.row.remaining) - 1)
-            rows.append(decode_row(job, [], 0))
-        return self._speculator.propose(self._runner.batch("decode", rows), lanes, rooms)
+        return self._speculator.propose(lanes, rooms)
 
-    def _prefill(self, job: Job, tokens: int) -> None:
-        """Compute the next `tokens` of a prompt, or less where a state is to be kept; the last ones decide a token."""
+    def _launch_chunk(self, job: Job, tokens: int) -> None:
+        """Start on the next `tokens` of a prompt, or less where a state is to be kept; the last ones decide a token."""
         assert job.lease is not None
         began, start = self._clock(), job.lease.length
         end = min(start + tokens, *(stop for stop in (*job.lease.stops, len(job.tokens)) if stop > start))
-        decides = end == len(job.tokens) and job.row.finish is None
-        token_ids = job.tokens[start:end]
-        step = self._runner.run("prefill", [Row(job.lease, token_ids, range(len(token_ids) - decides, len(token_ids)))])
-        decision = decide_rows(step.logits, [[]], [job.row])[0] if step.logits is not None else None
-        took = self._clock() - began
+        row = Row(job.lease, job.tokens[start:end])
+        logits = self._runner.prefill(row, decides=end == len(job.tokens) and job.row.finish is None)
+        self._flight = Flight("prefill", [job], [row], began, logits=logits)
+
+    def _land(self) -> None:
+        """Wait for the step on the device and take in what it computed."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        if flight.kind == "decode":
+            self._land_round(flight)
+        else:
+            self._land_chunk(flight)
+        for id in self._cancelled:
+            if id in self._running:
+                self._finish(self._running[id], "cancelled")
+        self._cancelled.clear()
+
+    def _land_round(self, flight: Flight) -> None:
+        jobs, answer = flight.jobs, self._runner.read()
+        drafts = [tokens[1 : 1 + len(own)] for tokens, own in zip(answer.tokens, flight.proposals, strict=True)]
+        states = [job.row for job in jobs]
+        decisions = decide_rows(answer.logits, drafts, states, starts=answer.starts, best=answer.best)
+        columns = [0 if isinstance(decision, EngineError) else decision.accepted + 1 for decision in decisions]
+        # Before the commit: it may copy the slot, or exchange a page.
+        self._runner.settle(columns)
+        if self._speculator:
+            lanes = [job.lane for job in jobs if job.lane is not None]
+            self._speculator.judge(lanes, list(map(len, drafts)), columns)
+        outcomes = []
+        for job, tokens, run, kept, decision in zip(jobs, answer.tokens, drafts, columns, decisions, strict=True):
+            if isinstance(decision, Decision):
+                job.count_round(len(run), decision.accepted)
+                self._decode_tokens += len(decision.token_ids)
+            outcomes.append(Outcome(job, tokens[:kept], decision))
+        self._conclude(outcomes)
+        self._decode_s = self._clock() - flight.began
+
+    def _land_chunk(self, flight: Flight) -> None:
+        [job], [row] = flight.jobs, flight.rows
+        self._runner.wait()
+        decision = None if flight.logits is None else decide_rows(flight.logits, [[]], [job.row])[0]
+        took, count = self._clock() - flight.began, len(row.token_ids)
         job.skipped = 0
         job.prefill_s += took
-        job.computed_tokens += len(token_ids)
-        self._prefill_tokens += len(token_ids)
-        self._token_s = scheduler.token_cost(self._token_s, took, len(token_ids))
-        self._conclude(step, [Outcome(job, token_ids, decision)])
-        if end == len(job.tokens) and not decides:
+        job.computed_tokens += count
+        self._prefill_tokens += count
+        self._token_s = scheduler.token_cost(self._token_s, took, count)
+        if self._speculator and job.lane:
+            self._speculator.learn(job.lane, row.lease.length + count)
+        self._conclude([Outcome(job, row.token_ids, decision)])
+        if job.lease and job.lease.length == len(job.tokens) and decision is None:
             self._finish(job, "length")
+        self._settle_debt(took)
+
+    def _settle_debt(self, prefill_s: float) -> None:
+        """Of a plan that has run."""
+        self._debt_s = scheduler.settle(self._debt_s, self._decode_s, prefill_s, self._policy.decode_floor)
 
     def _make_room(self, job: Job) -> bool:
         """Pages for the last token, and for drafts where there are any left. Where there are none even for the token,
@@ -292,13 +385,9 @@ class Engine:
         self._release(job)
         self._waiting[job.id] = self._running.pop(job.id)
 
-    def _conclude(self, step: Computed, outcomes: Sequence[Outcome]) -> None:
-        """Show the inputs that stand to the speculator, commit them, then publish."""
-        # Before the commit: it may copy the slot, which holds what the MTP head carries on, or exchange a page.
-        if self._speculator is not None:
-            lanes = [outcome.job.lane for outcome in outcomes if outcome.job.lane is not None]
-            columns = [len(outcome.token_ids) for outcome in outcomes]
-            self._speculator.observe(step.batch, step.output.hidden, lanes, columns)
+    def _conclude(self, outcomes: Sequence[Outcome]) -> None:
+        """Commit the inputs that stand, then publish. A job that ended meanwhile has no part in it."""
+        outcomes = [outcome for outcome in outcomes if outcome.job.lease is not None]
         for outcome in outcomes:
             job = outcome.job
             assert job.lease is not None
@@ -347,8 +436,7 @@ class Engine:
         return faults
 
 
-def decode_row(job: Job, drafts: Sequence[int], width: int) -> Row:
-    """The last token and the drafts, padded to the step's width."""
+def decode_row(job: Job, proposal: Proposal) -> Row:
+    """The last token and the drafts."""
     assert job.lease is not None
-    padding = [0] * (width - len(drafts))
-    return Row(job.lease, [job.tokens[-1], *drafts, *padding], range(len(drafts) + 1))
+    return Row(job.lease, [job.tokens[-1], *proposal.token_ids], proposal.neural)

@@ -83,8 +83,10 @@ class Service:
         last_sent, busy = self._clock(), False
         while not self._is_over():
             wait_s = HEARTBEAT_S if self._engine.idle else STALLED_S if self._engine.stalled else 0.0
-            for message in self._link.receive(wait_s):
-                self._take(message)
+            self._take_all(wait_s)
+            while self._engine.busy:
+                self._take_all(0.0)
+                self._engine.tend()
             messages, self._answers = [*self._answers, *self._engine.step()], []
             if messages or self._clock() - last_sent >= HEARTBEAT_S:
                 self._link.send(messages)
@@ -98,6 +100,10 @@ class Service:
 
     def _is_over(self) -> bool:
         return self._deadline is not None and (self._engine.idle or self._clock() >= self._deadline)
+
+    def _take_all(self, wait_s: float) -> None:
+        for message in self._link.receive(wait_s):
+            self._take(message)
 
     def _take(self, message: ToEngine) -> None:
         match message:

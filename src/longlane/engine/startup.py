@@ -1,6 +1,7 @@
 """From a configuration to an engine that is ready to serve: device, model, memory plan, caches."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from longlane.artifact.resources import open_resources
 from longlane.config import EngineConfig
 from longlane.engine.loop import Engine
 from longlane.engine.runner import Runner
+from longlane.engine.steps import Limits
 from longlane.errors import CheckpointError, ConfigError, EngineError
 from longlane.layers.batch import Caches, new_caches
 from longlane.memory.arena import Arena
 from longlane.memory.disk import Disk, fingerprint
-from longlane.memory.manager import Memory
+from longlane.memory.manager import Memory, pages_for
 from longlane.memory.pages import PagePool
 from longlane.memory.plan import (
     DRIVER_BYTES,
@@ -34,6 +36,8 @@ from longlane.memory.tiers import Tiers
 from longlane.models.registry import LoadedModel, load_model
 from longlane.spec.speculator import Speculator
 from longlane.types import CacheSpec, Failed, Loading, MemoryPlan, Ready, Request, SamplingParams
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[Loading], None]
 
@@ -79,11 +83,25 @@ def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
         gdn_state=config.gdn_state,
     )
     speculator = None if config.spec == "off" else Speculator(config, loaded.model.mtp, caches)
-    runner = Runner(loaded.model, caches, device, known_tokens(path, loaded.info.vocab_size))
+    runner = Runner(
+        loaded.model,
+        caches,
+        device,
+        known_tokens(path, loaded.info.vocab_size),
+        speculator.drafter if speculator else None,
+        Limits(
+            lanes=plan.lanes,
+            columns=max_drafts(config.spec, config.draft_tokens) + 1,
+            pages=pages_for(min(plan.max_context, plan.kv_tokens)),
+        ),
+    )
     progress(Loading(stage="warming up", done=0, total=1))
     # In a memory of its own: its prompt is nobody's prefix.
     warm_up(Engine(runner, Memory(PagePool(plan.kv_pages), SlotPool(plan.lanes), plan.max_context), config, speculator))
     progress(Loading(stage="warming up", done=1, total=1))
+    if device.type == "cuda":
+        for done, total in runner.warm_up(capture=config.cuda_graph and can_be_captured(loaded)):
+            progress(Loading(stage="capturing steps", done=done, total=total))
     memory = new_memory(config, path, loaded.spec, plan, caches)
     return Engine(runner, memory, config, speculator), Ready(model=loaded.info, plan=plan)
 
@@ -101,6 +119,14 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"--device {name}: this machine shows {torch.cuda.device_count()} CUDA devices; use cpu")
     return device
+
+
+def can_be_captured(loaded: LoadedModel) -> bool:
+    """Whether a step of the model is the same launches whatever its tokens are."""
+    if "num_experts" not in loaded.config:
+        return True
+    log.warning("the experts of a step are chosen on the host, so %s runs without CUDA graphs", loaded.info.name)
+    return False
 
 
 def known_tokens(path: Path, rows: int) -> int:

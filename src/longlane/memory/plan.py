@@ -80,6 +80,11 @@ def max_drafts(spec: SpecMode, draft_tokens: int | None) -> int:
     return most if draft_tokens is None else draft_tokens
 
 
+def captured_sizes(limit: int) -> list[int]:
+    """Rows, or columns, that a round is rounded up to where its steps are captured as CUDA graphs."""
+    return [*(size for size in (1, 2, 3, 4, 6, 8, 12) if size < limit), limit]
+
+
 def activation_width(config: Mapping[str, Any]) -> int:
     """Values of one token's widest activation: gate and up of every expert that runs. Hugging Face field names."""
     if "num_experts" not in config:

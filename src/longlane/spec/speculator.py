@@ -4,14 +4,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from longlane.config import EngineConfig
 from longlane.errors import ConfigError
-from longlane.layers.batch import Batch, Caches
+from longlane.layers.batch import Caches
 from longlane.memory.plan import MAX_MTP_DRAFTS, max_drafts
 from longlane.sampling import RowState
-from longlane.spec.drafter import PRIOR, DraftLane, Source
+from longlane.spec.drafter import PRIOR, DraftLane, Proposal, Source
 from longlane.spec.lookup import LookupIndex, Match
 from longlane.spec.mtp import DraftHead, MTPDrafter
 from longlane.spec.policy import Acceptance, Backoff, RoundCosts, choose_depth
@@ -20,14 +18,15 @@ log = logging.getLogger(__name__)
 
 
 class Speculator:
-    """Drafts for all rows of an engine. A decode round is
+    """Decides who drafts for which row of an engine, and how deep. A decode round is
 
-        drafts = speculator.propose(batch, lanes, rooms)
-        ... the verify step, sampling.decide_rows, model.fold ...
-        speculator.observe(batch, output.hidden, lanes, columns)
+        proposals = speculator.propose(lanes, rooms)
+        ... drafter.propose where a proposal asks for it, the verify step, sampling.decide_rows, model.fold ...
+        ... drafter.observe, which follows every prefill chunk too ...
+        speculator.judge(lanes, drafted, columns)
 
-    and `observe` follows every prefill chunk too. Drafts cannot change an answer, so the loop may cut or drop them (and
-    must then cut `lane.drafts`); a row that pauses just loses its own.
+    Nothing here touches a device. Drafts cannot change an answer, so the loop may cut or drop them; a row that pauses
+    just loses its own. drafter: the MTP head's, where `--spec` asks for it.
     """
 
     def __init__(
@@ -40,9 +39,9 @@ class Speculator:
         self._depth = config.draft_tokens
         self._most = max_drafts(config.spec, config.draft_tokens)
         self._lookup = "lookup" in config.spec
-        self._mtp: MTPDrafter | None = None
+        self.drafter: MTPDrafter | None = None
         if "mtp" in config.spec:
-            self._mtp = MTPDrafter(_require(head, config), caches, reduced=config.lm_head_draft)
+            self.drafter = MTPDrafter(_require(head, config), caches, reduced=config.lm_head_draft)
         self._clock = clock
         self._costs: dict[tuple[int, bool], RoundCosts] = {}
         self._overall = {source: Acceptance(prior) for source, prior in PRIOR.items()}
@@ -61,64 +60,52 @@ class Speculator:
             lane.backoff[source] = Backoff()
         return lane
 
-    def observe(self, batch: Batch, hidden: Tensor, lanes: Sequence[DraftLane], columns: Sequence[int]) -> None:
-        """Take in a step that has run. hidden [N, H] in the batch's layout; columns: how many of each row's tokens are
-        in the cache now: the whole chunk of a prefill, accepted + 1 of a verify step.
-        """
-        if self._mtp:
-            self._mtp.observe(batch, hidden, [max(count, 1) for count in columns])
-        if batch.kind == "prefill":
-            for lane, context, count in zip(lanes, batch.context, columns, strict=True):
-                _index(lane, context + count)
-            return
+    def learn(self, lane: DraftLane, length: int) -> None:
+        """The first `length` tokens of the lane's prompt are in the cache."""
+        _index(lane, length)
+
+    def propose(self, lanes: Sequence[DraftLane], rooms: Sequence[int]) -> list[Proposal]:
+        """At most `rooms[r]` drafts to follow each row's last token."""
+        began = self._clock()
+        offers = [self._offer(lane, min(room, self._most)) for lane, room in zip(lanes, rooms, strict=True)]
+        survivals = [
+            [1.0] * len(offer) if lane.source == "forced" else lane.acceptance[lane.source].survival(len(offer))
+            for lane, offer in zip(lanes, offers, strict=True)
+        ]
+        neural = any(offer.neural for offer in offers)
+        costs = self._costs.setdefault((len(lanes), neural), RoundCosts())
+        depth = max(map(len, offers)) if self._depth is not None else choose_depth(survivals, costs)
+        proposals = [Proposal(offer.token_ids[:depth], min(offer.neural, depth)) for offer in offers]
+        self._round = (costs, max(map(len, proposals)), began)
+        return proposals
+
+    def judge(self, lanes: Sequence[DraftLane], drafted: Sequence[int], columns: Sequence[int]) -> None:
+        """Take in a round that has run: how many drafts each row carried, and how many of its tokens stand, accepted
+        ones and the one before them; 0 for a row that failed."""
         if self._round:
             costs, depth, began = self._round
             costs.observe(depth, self._clock() - began)
             self._round = None
-        for lane, count in zip(lanes, columns, strict=True):
+        for lane, drafts, count in zip(lanes, drafted, columns, strict=True):
             if count:
-                self._judge(lane, count - 1)
-            lane.drafts = []
+                self._judge(lane, drafts, count - 1)
 
-    def propose(self, batch: Batch, lanes: Sequence[DraftLane], rooms: Sequence[int]) -> list[list[int]]:
-        """At most `rooms[r]` tokens to follow the first token of each row of the batch, which is the row's last one
-        decided and has a place in the cache; the block table has `rooms[r]` more.
-        """
-        began = self._clock()
-        offers = [self._offer(lane, min(room, self._most)) for lane, room in zip(lanes, rooms, strict=True)]
-        survivals = [
-            [1.0] * len(lane.drafts) if lane.source == "forced" else lane.acceptance[lane.source].survival(count)
-            for lane, count in zip(lanes, offers, strict=True)
-        ]
-        neural = any(lane.source == "mtp" and count for lane, count in zip(lanes, offers, strict=True))
-        costs = self._costs.setdefault((len(lanes), neural), RoundCosts())
-        depth = max(offers) if self._depth is not None else choose_depth(survivals, costs)
-        if neural and self._mtp:
-            drafts = self._mtp.propose(batch, min(depth, MAX_MTP_DRAFTS))
-            for lane, count, own in zip(lanes, offers, drafts, strict=True):
-                if lane.source == "mtp":
-                    lane.drafts = own[:count]
-        for lane in lanes:
-            del lane.drafts[depth:]
-        width = max(len(lane.drafts) for lane in lanes)
-        self._round = (costs, width, began)
-        return [list(lane.drafts) for lane in lanes]
-
-    def _offer(self, lane: DraftLane, room: int) -> int:
-        """Choose who drafts for a row, and say how many at most; all but the MTP head have put them in the lane."""
-        lane.source, lane.drafts = "forced", lane.row.expected()[:room]
-        if lane.drafts or room <= 0:
-            return len(lane.drafts)
+    def _offer(self, lane: DraftLane, room: int) -> Proposal:
+        """Choose who drafts for a row, and how many at most."""
+        lane.source = "forced"
+        forced = lane.row.expected()[:room]
+        if forced or room <= 0:
+            return Proposal(forced)
         match = self._find(lane, room)
-        neural = min(room, MAX_MTP_DRAFTS) if self._mtp and lane.backoff["mtp"].ready() else 0
+        neural = min(room, MAX_MTP_DRAFTS) if self.drafter and lane.backoff["mtp"].ready() else 0
         best = 0.0
         if match:
-            lane.source, lane.drafts = _grade(match), match.token_ids
-            best = sum(lane.acceptance[lane.source].survival(len(lane.drafts)))
+            lane.source = _grade(match)
+            best = sum(lane.acceptance[lane.source].survival(len(match.token_ids)))
         if neural and sum(lane.acceptance["mtp"].survival(neural)) >= best:
-            lane.source, lane.drafts = "mtp", []
-            return neural
-        return len(lane.drafts)
+            lane.source = "mtp"
+            return Proposal([], neural)
+        return Proposal(match.token_ids if match else [])
 
     def _find(self, lane: DraftLane, room: int) -> Match | None:
         if lane.index is None:
@@ -127,9 +114,9 @@ class Speculator:
         match = lane.index.propose(room)
         return match if match and lane.backoff[_grade(match)].ready() else None
 
-    def _judge(self, lane: DraftLane, accepted: int) -> None:
+    def _judge(self, lane: DraftLane, drafted: int, accepted: int) -> None:
         """Count the round for its drafter, and let the evidence on every other one fade."""
-        drafted, source = len(lane.drafts), lane.source
+        source = lane.source
         for other, acceptance in lane.acceptance.items():
             acceptance.observe(*((drafted, accepted) if other == source else (0, 0)))
         if not drafted or source == "forced":

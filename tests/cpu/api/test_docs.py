@@ -52,7 +52,9 @@ def test_error_codes() -> None:
 def test_configuration(config: type) -> None:
     for field in dataclasses.fields(config):
         flag = "--" + field.name.replace("_", "-")
-        named = {"--model": "`MODEL`", "--cuda-graph": "`--no-cuda-graph`"}.get(flag, f"`{flag}`")
+        named = {"--model": "`MODEL`", "--cuda-graph": "`--no-cuda-graph`", "--overlap": "`--no-overlap`"}.get(
+            flag, f"`{flag}`"
+        )
         assert named in FLAGS, field.name
 
 

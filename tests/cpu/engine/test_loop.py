@@ -304,18 +304,16 @@ def test_timings_are_measured_and_add_up():
     assert (timings.completion_tokens, timings.rounds, timings.drafted_tokens) == (5, 4, 0)
 
 
-def test_the_end_of_one_prompt_does_not_shorten_the_chunks_of_the_next(monkeypatch):
+def test_the_end_of_one_prompt_does_not_shorten_the_chunks_of_the_next():
     clock, chunks = Clock(), []
     engine = build(settings(max_concurrency=1, prefill_chunk=1024), pages=64, clock=clock)
-    compute = engine._runner.run
 
-    def watch(kind, rows):
-        if kind == "prefill":
-            chunks.append(len(rows[0].token_ids))
+    def watch(step):
+        if step["kind"] == "prefill":
+            chunks.extend(step["columns"])
         clock.now += 0.1
-        return compute(kind, rows)
 
-    monkeypatch.setattr(engine._runner, "run", watch)
+    engine._runner.on_step = watch
     for id, prompt in (("whole page", 64), ("few tokens", 3), ("long", 1000)):
         engine.submit(request(id, prompt, 1))
         run(engine)

@@ -65,7 +65,7 @@ def engine(model: Decoder, *, lanes: int, chunk: int, pages: int = 80, spec: str
     for buffer in [*(plane for kv in caches.kv for plane in kv.planes()), *caches.state, *caches.conv]:
         buffer.fill_(torch.nan)
     speculator = None if spec == "off" else Speculator(config, model.mtp, caches)
-    runner = Runner(model, caches, torch.device("cpu"), VOCAB)
+    runner = Runner(model, caches, torch.device("cpu"), VOCAB, speculator and speculator.drafter)
     memory = Memory(PagePool(pages), SlotPool(lanes), 512)
     return Engine(runner, memory, config, speculator, Clock(tick=0.01))
 

@@ -343,7 +343,7 @@ def real_engine(model: Decoder, codec: str, spec: str, path: Path | None) -> Eng
     config = settings(spec=spec, draft_tokens=3, max_context=256)
     caches = new_caches(model.spec, pages=5, slots=2, codec=codec, dtype=torch.float64, device="cpu")
     speculator = None if spec == "off" else Speculator(config, model.mtp, caches)
-    runner = Runner(model, caches, torch.device("cpu"), 320)
+    runner = Runner(model, caches, torch.device("cpu"), 320, speculator and speculator.drafter)
     pages, slots = PagePool(4), SlotPool(1)
     if path is None:
         return Engine(runner, Memory(pages, slots, 256), config, speculator)

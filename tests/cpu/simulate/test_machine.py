@@ -20,15 +20,12 @@ COST = preset("4080s")
 def timed_engine(lanes: int, pages: int, clock: Clock):
     """The real engine over the hash model, on a clock that only its steps move."""
     engine = build(settings(max_concurrency=lanes, kv_capacity=pages * 64), pages=pages, clock=clock, spare_slots=lanes)
-    compute = engine._runner.run
 
-    def run(kind, rows):
-        lengths = [row.lease.length for row in rows]
-        one = kind == "prefill"
-        clock.now += COST.prefill_s(lengths[0], len(rows[0].token_ids)) if one else COST.decode_s(lengths)
-        return compute(kind, rows)
+    def take_time(step):
+        lengths, [columns, *_] = step["contexts"], step["columns"]
+        clock.now += COST.prefill_s(lengths[0], columns) if step["kind"] == "prefill" else COST.decode_s(lengths)
 
-    engine._runner.run = run
+    engine._runner.on_step = take_time
     return engine
 
 

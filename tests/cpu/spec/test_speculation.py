@@ -121,14 +121,14 @@ def test_draft_cache_depends_on_the_text_alone(tiny, temperature, monkeypatch):
     loop = tiny.loop()
     drafter = speculator(tiny, loop, "mtp", 4)
     proposals = []
-    propose = drafter.propose
+    propose = loop.proposals
 
-    def recorded(batch, lanes, rooms):
-        drafts = propose(batch, lanes, rooms)
+    def recorded(lanes, speculator):
+        drafts = propose(lanes, speculator)
         proposals.append((list(lanes[0].row.generated), drafts[0]))
         return drafts
 
-    monkeypatch.setattr(drafter, "propose", recorded)
+    monkeypatch.setattr(loop, "proposals", recorded)
     [lane] = loop.run([request], drafter)
     assert 0 < sum(lane.accepted) < sum(lane.drafted)
     for generated, drafts in proposals[1:-1:3]:

@@ -1,6 +1,5 @@
 """Who drafts and how deep, with a head that always proposes the next numbers."""
 
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -14,6 +13,7 @@ from longlane.sampling import RowState
 from longlane.spec.drafter import DraftLane
 from longlane.spec.speculator import Speculator
 from longlane.types import Request, ThinkingBudget
+from support.draft_loop import drafts_of
 
 VOCAB = 1000
 
@@ -49,31 +49,31 @@ class Bench:
 
     def open(self, prompt: list[int], **fields) -> DraftLane:
         lane = self.speculator.open(RowState(Request(id="r", token_ids=prompt, max_tokens=10_000, **fields), VOCAB))
-        self.speculator.observe(batch("prefill", [prompt], [0]), torch.zeros(len(prompt), 1), [lane], [len(prompt)])
+        self.speculator.learn(lane, len(prompt))
         return lane
 
     def propose(self, lanes: list[DraftLane], rooms: list[int]) -> list[list[int]]:
         last = [[(lane.row.request.token_ids + lane.row.generated)[-1]] for lane in lanes]
-        return self.speculator.propose(batch("decode", last, [lane.row.position - 1 for lane in lanes]), lanes, rooms)
+        rows = batch(last, [lane.row.position - 1 for lane in lanes])
+        return drafts_of(self.speculator, rows, lanes, rooms)
 
     def round(self, lane: DraftLane, accepts: int) -> list[int]:
         """One round in which the first `accepts` drafts, if there are so many, turn out right."""
         [drafts] = self.propose([lane], [lane.row.remaining - 1])
         kept = min(accepts, len(drafts))
-        run = batch("verify", [[0, *drafts]], [lane.row.position - 1])
         for token in [*drafts[:kept], VOCAB - 1]:
             lane.row.take(token)
-        self.speculator.observe(run, torch.zeros(len(drafts) + 1, 1), [lane], [kept + 1])
+        self.speculator.judge([lane], [len(drafts)], [kept + 1])
         return drafts
 
 
-def batch(kind, tokens: list[list[int]], context: list[int]) -> Batch:
+def batch(tokens: list[list[int]], context: list[int]) -> Batch:
     starts = [0]
     for run in tokens:
         starts.append(starts[-1] + len(run))
     flat = torch.tensor([token for run in tokens for token in run])
     return Batch(
-        kind=kind,
+        kind="decode",
         token_ids=flat,
         positions=torch.arange(len(flat)),
         query_start=tuple(starts),
@@ -89,14 +89,6 @@ def test_rooms_and_depth_bound_every_row():
     assert bench.propose(lanes, [9, 2, 0]) == [[12, 13, 14, 15], [52, 53], []]
     assert bench.propose(lanes, [0, 0, 0]) == [[], [], []]
     assert bench.head.passes == 4
-
-
-def test_a_row_without_room_may_stand_at_the_end_of_its_pages():
-    bench = Bench("mtp", 5, rows=2)
-    lanes = [bench.open([10, 11]), bench.open(list(range(64)))]
-    first = batch("decode", [[11], [63]], [1, 63])
-    one_page = replace(first, block_table=torch.tensor([[1], [2]], dtype=torch.int32))
-    assert bench.speculator.propose(one_page, lanes, [5, 0]) == [[12, 13, 14, 15, 16], []]
 
 
 def test_head_drafts_no_deeper_than_it_can():
@@ -149,9 +141,8 @@ def test_cut_drafts_are_not_counted_against_the_drafter():
     bench = Bench("mtp", 3)
     lane = bench.open([1, 2])
     bench.propose([lane], [9])
-    lane.drafts.clear()
     before = lane.acceptance["mtp"].survival(3)
-    bench.speculator.observe(batch("verify", [[2]], [1]), torch.zeros(1, 1), [lane], [1])
+    bench.speculator.judge([lane], [0], [1])
     assert lane.acceptance["mtp"].survival(3) == before
 
 
@@ -191,9 +182,8 @@ def test_a_row_that_failed_is_left_out():
     bench = Bench("mtp", 2, rows=2)
     lanes = [bench.open([1, 2]), bench.open([3, 4])]
     drafts = bench.propose(lanes, [5, 5])
-    run = batch("verify", [[2, *drafts[0]], [4, *drafts[1]]], [1, 1])
     before = lanes[0].acceptance["mtp"].survival(1)
-    bench.speculator.observe(run, torch.zeros(6, 1), lanes, [0, 3])
+    bench.speculator.judge(lanes, list(map(len, drafts)), [0, 3])
     assert lanes[0].acceptance["mtp"].survival(1) == before
     assert lanes[1].acceptance["mtp"].survival(1) > before
 

@@ -1,0 +1,286 @@
+"""Decode rounds over fixed buffers: what a CUDA graph can be captured from. Eager and graph run the same code."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longlane.engine.batch import Row
+from longlane.engine.graphs import Graphs
+from longlane.layers.batch import Batch, Caches, CacheSpec, Output, Record
+from longlane.memory.plan import MAX_MTP_DRAFTS, captured_sizes
+from longlane.spec.mtp import MTPDrafter
+
+Key = tuple[str, int, int]
+Body = tuple[Key, Callable[[], None]]
+# Lines of the input block.
+_CONTEXT, _SLOT, _GIVEN, _TOKENS = range(4)
+
+
+class Model(Protocol):
+    """What the engine needs of a model, see `docs/architecture.md`."""
+
+    @property
+    def spec(self) -> CacheSpec: ...
+
+    def forward(self, batch: Batch, caches: Caches) -> Output: ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, V] from [n, hidden]."""
+        ...
+
+    def fold(self, batch: Batch, caches: Caches, records: list[Record], accepted: Tensor) -> None:
+        """Advance the states of a verify step by the first accepted [R] int64 columns of each row."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes of the fixed buffers. lanes: most rows. columns: most tokens of a row, its last one and its drafts.
+    pages: the longest context's."""
+
+    lanes: int
+    columns: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a round computed. tokens: per row its inputs, the MTP head's drafts among them. best: of every column the
+    lowest id of the largest logit, and that logit. logits [n, V], row r from starts[r] on: overwritten by the next
+    round."""
+
+    tokens: list[list[int]]
+    best: list[tuple[int, float]]
+    logits: Tensor
+    starts: range
+
+
+class Steps:
+    """The rounds of one model. `launch`, then `read` and `settle`; nothing waits for the device but `read`.
+
+    Rows and columns are rounded up to sizes there are graphs for: rows with context 0 on slot 0 and page 0, columns
+    past a row's own that nobody reads. Inputs are one block, so that one copy brings them:
+    [context | slot | given | token of column 0 | 1 ...] x lanes, where columns past `given` take the head's drafts.
+    """
+
+    def __init__(
+        self, model: Model, caches: Caches, limits: Limits, vocab_size: int, device: torch.device,
+        drafter: MTPDrafter | None = None, *, exact: bool,
+    ) -> None:  # fmt: skip
+        self._model, self._caches, self._drafter = model, caches, drafter
+        self._device, self._vocab_size = device, vocab_size
+        self._limits = limits
+        self._row_sizes = range(1, limits.lanes + 1) if exact else captured_sizes(limits.lanes)
+        self._column_sizes = range(1, limits.columns + 1) if exact else captured_sizes(limits.columns)
+        # Columns beyond the longest context still need a place to write.
+        self.table_pages = limits.pages + 1
+        most = limits.lanes * limits.columns
+        self._inputs = Mirror((_TOKENS + limits.columns, limits.lanes), device)
+        self._table = Mirror((limits.lanes, self.table_pages), device)
+        self._accepted = Mirror((limits.lanes,), device)
+        self._answer = Mirror((3, most), device)
+        self._drafts = torch.zeros(limits.lanes, limits.columns, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        self._logits: Tensor | None = None
+        # The pages that each line of the table holds.
+        self._known = [b""] * limits.lanes
+        self._context: tuple[int, ...] = ()
+        self._graphs: Graphs | None = None
+        # Of the running round: its rows, its rows and columns after rounding, and what the model left.
+        self._round = (0, 0, 0)
+        self._output: Output | None = None
+
+    @property
+    def row_sizes(self) -> Sequence[int]:
+        return self._row_sizes
+
+    @torch.inference_mode()
+    def warm_up(self, rows: int, *, capture: bool) -> None:
+        """Run every round of `rows` rows once, which compiles its kernels, and capture it if asked."""
+        if capture:
+            self._graphs = self._graphs or Graphs(self._device)
+        self._fill([], rows, 1)
+        for columns in reversed(self._column_sizes):
+            step, settle = self._keys(rows, columns)
+            bodies: list[Body] = [(step, partial(self._step, rows, columns))]
+            if settle:
+                bodies.append((settle, partial(self._settle, rows, columns)))
+            self._prepare(bodies)
+        if self._drafter:
+            for depth in range(1, min(self._limits.columns - 1, MAX_MTP_DRAFTS) + 1):
+                self._prepare([(("propose", rows, depth), partial(self._propose, rows, depth))])
+
+    def _prepare(self, bodies: list[Body]) -> None:
+        if self._graphs is not None:
+            self._graphs.capture(bodies)
+        else:
+            for _, body in bodies:
+                body()
+        # What it holds is memory that the next capture may use.
+        self._output = None
+
+    @torch.inference_mode()
+    def launch(self, live: Sequence[Row]) -> None:
+        """Start a round: drafts where rows ask for them, then the model over every row's tokens, then the best token of
+        each column."""
+        rows = _at_least(self._row_sizes, len(live))
+        columns = _at_least(self._column_sizes, max(row.columns for row in live))
+        self._fill(live, rows, columns)
+        if depth := max(row.neural for row in live):
+            self._run(("propose", rows, depth), partial(self._propose, rows, depth))
+        self._round = len(live), rows, columns
+        self._run(self._keys(rows, columns)[0], partial(self._step, rows, columns))
+        self._answer.bring_back()
+
+    def read(self) -> Answer:
+        """Wait for the round and take its answer."""
+        live, _, columns = self._round
+        self._answer.wait()
+        ids, peaks, tokens = self._answer.host[:, : live * columns]
+        best = list(zip(ids.tolist(), peaks.view(np.float32).tolist(), strict=True))
+        assert self._logits is not None
+        return Answer(tokens.reshape(live, columns).tolist(), best, self._logits, range(0, live * columns, columns))
+
+    @torch.inference_mode()
+    def settle(self, accepted: Sequence[int]) -> None:
+        """Move states and the MTP head on by the first `accepted` columns of each row."""
+        _, rows, columns = self._round
+        _, key = self._keys(rows, columns)
+        if key:
+            self._accepted.host[:rows] = 0
+            self._accepted.host[: len(accepted)] = accepted
+            self._accepted.send()
+            self._run(key, partial(self._settle, rows, columns))
+
+    @property
+    def done(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._answer.there
+
+    @property
+    def graphed(self) -> bool:
+        return self._graphs is not None
+
+    def _keys(self, rows: int, columns: int) -> tuple[Key, Key | None]:
+        """Of a round and of what settles it; plain decode without an MTP head needs no settling."""
+        return ("step", rows, columns), ("settle", rows, columns) if columns > 1 or self._drafter else None
+
+    def _run(self, key: Key, body: Callable[[], None]) -> None:
+        if self._graphs is None:
+            body()
+        else:
+            self._graphs.replay(key)
+
+    def _fill(self, live: Sequence[Row], rows: int, columns: int) -> None:
+        """Bring the rows' inputs to the device; block tables only where they changed."""
+        block = self._inputs.host
+        block[:, :rows] = 0
+        block[_GIVEN, :rows] = columns
+        for place, row in enumerate(live):
+            given = len(row.token_ids)
+            block[_CONTEXT, place] = row.lease.length
+            block[_SLOT, place] = row.lease.slot
+            block[_TOKENS : _TOKENS + given, place] = row.token_ids
+            if row.neural:
+                block[_GIVEN, place] = given - 1
+        self._context = tuple(block[_CONTEXT, :rows].tolist())
+        self._inputs.send()
+        for place in range(rows):
+            pages = live[place].lease.pages.tobytes() if place < len(live) else b""
+            if pages != self._known[place]:
+                count = len(pages) // 4
+                line = self._table.host[place]
+                line[:count] = np.frombuffer(pages, dtype=np.int32)
+                line[count : len(self._known[place]) // 4] = 0
+                self._table.send(place)
+                self._known[place] = pages
+
+    def _batch(self, rows: int, columns: int, token_ids: Tensor) -> Batch:
+        """The fixed buffers as a step of `rows` x `columns` tokens."""
+        contexts = self._inputs.device[_CONTEXT, :rows]
+        column = torch.arange(columns, device=self._device)
+        return Batch(
+            kind="decode" if columns == 1 else "verify",
+            token_ids=token_ids,
+            positions=(contexts[:, None] + column).flatten(),
+            query_start=tuple(range(0, rows * columns + 1, columns)),
+            context=self._context,
+            block_table=self._table.device[:rows],
+            slots=self._inputs.device[_SLOT, :rows].long(),
+            contexts=contexts,
+        )
+
+    def _propose(self, rows: int, depth: int) -> None:
+        assert self._drafter is not None
+        first = self._inputs.device[_TOKENS, :rows].long()
+        self._drafts[:rows, 1 : depth + 1] = self._drafter.propose(self._batch(rows, 1, first), depth)
+
+    def _step(self, rows: int, columns: int) -> None:
+        inputs, count = self._inputs.device, rows * columns
+        column = torch.arange(columns, device=self._device)
+        given = inputs[_TOKENS : _TOKENS + columns, :rows].T.long()
+        drafted = column > inputs[_GIVEN, :rows, None]
+        tokens = self._tokens[:count]
+        tokens.copy_(torch.where(drafted, self._drafts[:rows, :columns], given).flatten())
+        self._output = self._model.forward(self._batch(rows, columns, tokens), self._caches)
+        logits = self._model.logits(self._output.hidden)[:, : self._vocab_size]
+        if self._logits is None:
+            self._logits = logits.new_empty(len(self._tokens), self._vocab_size)
+        self._logits[:count] = logits
+        best = logits.argmax(dim=1)
+        answer = self._answer.device
+        answer[0, :count] = best
+        answer[1, :count] = logits.gather(1, best[:, None])[:, 0].float().view(torch.int32)
+        answer[2, :count] = tokens
+
+    def _settle(self, rows: int, columns: int) -> None:
+        output, count = self._output, rows * columns
+        assert output is not None
+        batch = self._batch(rows, columns, self._tokens[:count])
+        accepted = self._accepted.device[:rows].long()
+        if output.records is not None:
+            self._model.fold(batch, self._caches, output.records, accepted)
+        if self._drafter:
+            self._drafter.observe(batch, output.hidden, accepted.clamp(min=1))
+
+
+class Mirror:
+    """An int32 buffer on the device and its pinned twin, `host`, as an array. On the CPU they are one."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.device = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._remote = device.type == "cuda"
+        self._twin = torch.zeros(shape, dtype=torch.int32, pin_memory=True) if self._remote else self.device
+        self.host = self._twin.numpy()
+        self._event = torch.cuda.Event() if self._remote else None  # type: ignore[no-untyped-call]
+
+    def send(self, line: int | None = None) -> None:
+        """Host to device, one line or all. The host side stays as it is until something launched later was read."""
+        if self._remote:
+            part = slice(None) if line is None else line
+            self.device[part].copy_(self._twin[part], non_blocking=True)
+
+    def bring_back(self) -> None:
+        """Device to host; `wait` before reading."""
+        if self._event:
+            self._twin.copy_(self.device, non_blocking=True)
+            self._event.record()
+
+    @property
+    def there(self) -> bool:
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        if self._event:
+            self._event.synchronize()
+
+
+def _at_least(sizes: Sequence[int], count: int) -> int:
+    """The smallest of the rising `sizes` that holds `count`."""
+    return sizes[bisect_left(sizes, count)]
