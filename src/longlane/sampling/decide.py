@@ -64,29 +64,25 @@ def decide_rows(
     """`decide` for many rows of one vocabulary: row r has len(drafts[r]) + 1 columns of logits from starts[r] on, or
     packed in order. A row that cannot be decided yields its error, the others are not touched by it.
 
-    Rows without penalties and masks share one transfer from the device for greedy and one for sampled ones, unless they
-    are there: `best` is the lowest id of the largest logit and that logit, of every column of `logits`; `drawn` is what
-    `draw_ahead` returned.
+    What is there already need not be computed: `best`, the lowest id of the largest logit and that logit, of every
+    column of `logits`, is all that greedy rows need; `drawn` is what `draw_ahead` returned.
     """
-    if starts is None:
-        starts = [0, *accumulate(len(run) + 1 for run in drafts)][:-1]
+    starts = _starts(drafts) if starts is None else starts
     assert logits.shape[0] >= starts[-1] + len(drafts[-1]) + 1, (logits.shape, starts, drafts)
-    size = rows[0].vocab_size
-    assert all(row.vocab_size == size for row in rows), [row.vocab_size for row in rows]
-    logits = _plain_float(logits)
+    logits = _plain_float(logits)[:, : _vocabulary(rows)]
     if drawn is None:
         drawn = draw_ahead(logits, drafts, rows, starts=starts)
     if drawn is not None:
-        # Greedy rows too: what has temperature 0 is drawn greedily.
+        # The only wait for the device. Greedy rows are in it too.
         ids, peaks = drawn.tolist()
         best = list(zip(map(int, ids), peaks, strict=True))
-    elif best is None and any(_is_plain(row) for row in rows):
-        best = _best(logits[:, :size])
+    elif best is None:
+        best = _best(logits)
     out: list[Decision | EngineError] = []
     for start, run, row in zip(starts, drafts, rows, strict=True):
         span = slice(start, start + len(run) + 1)
         try:
-            out.append(_run(logits[span, :size], run, row, best[span] if best and _is_plain(row) else None))
+            out.append(_run(logits[span], run, row, best[span]))
         except EngineError as error:
             out.append(error)
     return out
@@ -99,23 +95,27 @@ def draw_ahead(
     *,
     starts: Sequence[int] | None = None,
 ) -> Tensor | None:
-    """Draw every column of the rows that can be drawn before the column in front of it is decided: those with neither
-    penalties nor a mask. Arguments as for `decide_rows`. Nothing waits for the device.
+    """Draw all columns at once, each as if the drafts in front of it stood: where they do not, nobody looks at it.
+    Arguments as for `decide_rows`. On a card in float32 nothing waits for the device.
 
-    Returns [2, columns] float64 on the device of the logits, tokens and largest logits; None where no row samples.
+    Returns [2, columns] float64 on the device of the logits: tokens, and the largest logit of each column. None where
+    all rows take the largest logit as it is.
     """
-    if not any(_is_plain(row) and row.params.temperature > 0 for row in rows):
+    if all(row.params.temperature == 0 and _is_plain(row) for row in rows):
         return None
-    if starts is None:
-        starts = [0, *accumulate(len(run) + 1 for run in drafts)][:-1]
+    starts = _starts(drafts) if starts is None else starts
+    logits = _plain_float(logits)[:, : _vocabulary(rows)]
+    if not all(map(_is_plain, rows)):
+        # Log probabilities are of the logits as they were.
+        logits = logits.clone()
     columns = [_GREEDY] * logits.shape[0]
     for start, run, row in zip(starts, drafts, rows, strict=True):
-        params = row.params
-        if _is_plain(row) and params.temperature > 0:
-            for column in range(len(run) + 1):
-                u = uniform(params.seed, row.position + column)
-                columns[start + column] = (u, params.temperature, params.top_k, params.top_p, params.min_p)
-    logits = _plain_float(logits)[:, : rows[0].vocab_size]
+        span, params = slice(start, start + len(run) + 1), row.params
+        if not _is_plain(row):
+            logits[span] = _adjusted(logits[span], run, row)
+        if params.temperature > 0:
+            filters = (params.temperature, params.top_k, params.top_p, params.min_p)
+            columns[span] = [(uniform(params.seed, row.position + i), *filters) for i in range(len(run) + 1)]
     # From pinned memory a copy does not wait for what the device is still doing.
     parameters = torch.tensor(columns, dtype=torch.float64, pin_memory=logits.is_cuda)
     parameters = parameters.to(logits.device, non_blocking=True).T.contiguous()
@@ -123,17 +123,11 @@ def draw_ahead(
     return torch.stack((ids.double(), logits.amax(dim=1).double()))
 
 
-def _run(logits: Tensor, drafts: Sequence[int], row: RowState, chosen: list[tuple[int, float]] | None) -> Decision:
+def _run(logits: Tensor, drafts: Sequence[int], row: RowState, chosen: list[tuple[int, float]]) -> Decision:
     decided: list[int] = []
     logprobs: list[TokenLogprobs] | None = None if row.request.top_logprobs is None else []
     for column in range(len(drafts) + 1):
-        if row.forcing:
-            drawn = -1
-        elif chosen is not None:
-            drawn = _finite(*chosen[column], row)
-        else:
-            drawn = _choose(logits[column], row)
-        token = row.take(drawn)
+        token = row.take(-1 if row.forcing else _finite(*chosen[column], row))
         decided.append(token)
         if logprobs is not None and row.stop_id is None:
             logprobs.append(token_logprobs(logits[column], token, row.request.top_logprobs or 0))
@@ -143,27 +137,30 @@ def _run(logits: Tensor, drafts: Sequence[int], row: RowState, chosen: list[tupl
     return Decision(published, len(decided) - 1, row.finish, row.stop_id, logprobs)
 
 
-def _choose(logits: Tensor, row: RowState) -> int:
-    """The token drawn from [V] logits by the parameters of `row`."""
-    adjusted = row.penalties.apply(logits) if row.penalties else logits
-    allowed = row.mask(row.generated) if row.mask else None
-    if allowed is not None:
-        # masked_fill must not hide a fault of the model under the mask.
-        adjusted = torch.where(allowed | adjusted.isnan(), adjusted, -math.inf)
-    params = row.params
-    best, peak = _best(adjusted[None])[0]
-    _finite(best, peak, row)
-    if params.temperature == 0:
-        return best
-    u = uniform(params.seed, row.position)
-    column = torch.tensor(
-        [[u], [params.temperature], [params.top_k], [params.top_p], [params.min_p]], dtype=torch.float64
-    )
-    return int(sampling.draw_rows(adjusted[None], column.to(logits.device)))
+def _adjusted(logits: Tensor, drafts: Sequence[int], row: RowState) -> Tensor:
+    """[T, V] logits under the penalties and the mask of `row`, as they are after 0, 1, ... of the drafts."""
+    out = row.penalties.apply(logits, drafts) if row.penalties else logits
+    if row.mask:
+        for column in range(len(drafts) + 1):
+            allowed = row.mask([*row.generated, *drafts[:column]])
+            if allowed is not None:
+                # A mask must not hide a fault of the model under it.
+                out[column] = torch.where(allowed | out[column].isnan(), out[column], -math.inf)
+    return out
 
 
 def _is_plain(row: RowState) -> bool:
     return row.penalties is None and row.mask is None
+
+
+def _starts(drafts: Sequence[Sequence[int]]) -> list[int]:
+    return [0, *accumulate(len(run) + 1 for run in drafts)][:-1]
+
+
+def _vocabulary(rows: Sequence[RowState]) -> int:
+    size = rows[0].vocab_size
+    assert all(row.vocab_size == size for row in rows), [row.vocab_size for row in rows]
+    return size
 
 
 def _best(logits: Tensor) -> list[tuple[int, float]]:

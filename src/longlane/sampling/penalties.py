@@ -1,6 +1,6 @@
 """Changes to the logits of one request: repetition, frequency and presence penalties, then the logit bias."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,19 +31,24 @@ class Penalties:
         self.counts[token] += 1
         self.seen[token] = True
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """[V] float32 or float64 -> a new [V]; the order is repetition, frequency, presence, bias."""
+    def apply(self, logits: Tensor, drafts: Sequence[int] = ()) -> Tensor:
+        """[T, V] float32 or float64 -> a new [T, V], column i as after the first i of the T - 1 drafts; the order is
+        repetition, frequency, presence, bias."""
         self._move(logits.device)
-        out, params = logits, self.params
+        params, out = self.params, logits.clone()
+        counts, seen = self.counts.repeat(len(logits), 1), self.seen.repeat(len(logits), 1)
+        for column, token in enumerate(drafts, start=1):
+            counts[column:, token] += 1
+            seen[column:, token] = True
         if params.repetition_penalty != 1:
             scaled = torch.where(out > 0, out / params.repetition_penalty, out * params.repetition_penalty)
-            out = torch.where(self.seen, scaled, out)
+            out = torch.where(seen, scaled, out)
         if params.frequency_penalty != 0:
-            out = out - params.frequency_penalty * self.counts.to(out.dtype)
+            out = out - params.frequency_penalty * counts.to(out.dtype)
         if params.presence_penalty != 0:
-            out = out - params.presence_penalty * (self.counts > 0).to(out.dtype)
+            out = out - params.presence_penalty * (counts > 0).to(out.dtype)
         if self.bias_ids.numel():
-            out = out.index_add(0, self.bias_ids, self.bias.to(out.dtype))
+            out = out.index_add(1, self.bias_ids, self.bias.to(out.dtype).expand(len(out), -1))
         return out
 
     def _move(self, device: torch.device) -> None:

@@ -9,7 +9,8 @@ from longlane.sampling.penalties import Penalties
 from longlane.sampling.thinking import ThinkingState
 from longlane.types import FinishReason, Request
 
-# Given the tokens generated so far: [V] bool of the tokens allowed next, or None for all.
+# Given the tokens generated so far, drafts that may not stand among them: [V] bool of the tokens allowed next, or None
+# for all.
 Mask = Callable[[Sequence[int]], Tensor | None]
 
 

@@ -166,7 +166,6 @@ def test_rows_drawn_ahead_decide_as_rows_alone():
     for start, run, row, decision in zip(starts, drafts, rows(), together, strict=True):
         assert decision == decide(logits[start : start + len(run) + 1], run, row)
     assert draw_ahead(logits[:3], [[1, 2]], rows()[1:2]) is None
-    assert draw_ahead(logits[:3], [[1, 2]], rows()[2:3]) is None
 
 
 def test_padding_rows_of_the_head_are_never_drawn():

@@ -39,10 +39,13 @@ def test_penalties_equal_a_loop_over_tokens(prompt, generated, presence, frequen
     )
     logits = torch.linspace(-3, 3, VOCAB, dtype=torch.float64)
     penalties = Penalties(params, VOCAB, prompt)
-    for token in generated:
+    for token in generated[: len(generated) // 2]:
         penalties.push(token)
-    expected = oracle(logits.tolist(), params, prompt, generated)
-    assert penalties.apply(logits).tolist() == pytest.approx(expected, abs=1e-12)
+    drafts = generated[len(generated) // 2 :]
+    columns = penalties.apply(logits.repeat(len(drafts) + 1, 1), drafts)
+    for column, got in enumerate(columns):
+        expected = oracle(logits.tolist(), params, prompt, generated[: len(generated) // 2 + column])
+        assert got.tolist() == pytest.approx(expected, abs=1e-12)
     assert logits.tolist() == torch.linspace(-3, 3, VOCAB, dtype=torch.float64).tolist()
 
 
