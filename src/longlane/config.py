@@ -10,6 +10,7 @@ ComputeDtype = Literal["auto", "float64", "float32", "bf16"]
 GdnState = Literal["fp32", "bf16"]
 WeightsMode = Literal["auto", "groupwise-int", "int8", "bf16"]
 SpecMode = Literal["off", "mtp", "lookup", "mtp+lookup"]
+OnFault = Literal["safe", "same", "stop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ class ServerConfig:
     log_level: str = "info"
     cors: bool = False
     no_thinking: bool = False
+    default_thinking_budget: int | None = None
     chat_template: Path | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -78,6 +80,21 @@ class ServerConfig:
     repetition_penalty: float | None = None
     seed: int | None = None
     greedy: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPolicy:
+    """What follows the death of the engine process.
+
+    on_fault: `safe` restarts without CUDA graphs if there were any, `same` as it was, `stop` not at all.
+    max_restarts: how many within ten minutes before the engine is left dead. watchdog_timeout: the longest silence of
+    a loaded engine in seconds; must exceed its longest step. fault_dir None means `faults` in `cache_dir()`.
+    """
+
+    on_fault: OnFault = "safe"
+    max_restarts: int = 3
+    watchdog_timeout: float = 120.0
+    fault_dir: Path | None = None
 
 
 def cache_dir() -> Path:

@@ -202,15 +202,24 @@ class Loading(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine serves. cuda_graphs: whether steps are replayed as graphs. device: name of the card or `cpu`."""
+
     model: ModelInfo
     plan: MemoryPlan
+    cuda_graphs: bool = False
+    device: str = "cpu"
+
+
+# The code of a `Fatal` that is nobody's input's fault.
+ENGINE_FAULT = "engine_fault"
 
 
 class Fatal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine could not start, or dies after this message."""
+    """The engine could not start, or dies after this message; after a fault of its own with a traceback."""
 
     message: str
     code: str
+    traceback: str = ""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -70,7 +70,7 @@ def serving(
     loops: queue.Queue[asyncio.AbstractEventLoop] = queue.Queue()
 
     async def main() -> None:
-        state.ready = await engine.start(None)
+        await engine.start(None)
         loops.put(asyncio.get_running_loop())
         await http.serve(sockets=[sock])
         await engine.stop()

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from longlane.engine.supervisor import EngineState
+from longlane.engine.supervisor import EngineState, Health
+from longlane.errors import EngineError
 from longlane.types import (
     Admitted,
     Finished,
@@ -43,11 +44,13 @@ class ScriptedEngine:
         info = ModelInfo(
             name="M", family="llama", parameters=1, vocab_size=264, max_context=max_context, weights_bytes=1
         )
-        self.ready = Ready(model=info, plan=plan)
+        self.loaded = Ready(model=info, plan=plan)
 
     def reset(self, script: Script) -> None:
         self.script = script
         self.state: EngineState = "ready"
+        self.health = Health()
+        self.full = False
         self.refuse: Exception | None = None
         self.queue_s = 0.0
         self.cached_tokens = 0
@@ -55,12 +58,24 @@ class ScriptedEngine:
         self.open: set[str] = set()
         self.most_open = 0
         self.cancelled: list[str] = []
+        self.told_to_end: set[str] = set()
+
+    @property
+    def ready(self) -> Ready | None:
+        return None if self.state == "loading" else self.loaded
 
     async def start(self, progress: Callable[[Loading], None] | None = None) -> Ready:
-        return self.ready
+        return self.loaded
 
     async def stop(self, grace_s: float = 0.0) -> None:
         self.state = "dead"
+
+    def check_room(self) -> None:
+        if self.full:
+            raise EngineError("full", code="server_overloaded", status=429)
+
+    def cancel(self, id: str) -> None:
+        self.told_to_end.add(id)
 
     async def stats(self, check: bool = False) -> Stats:
         return Stats(
@@ -111,6 +126,9 @@ class ScriptedEngine:
                     break
                 if count >= request.max_tokens:
                     reason = "length"
+                    break
+                if request.id in self.told_to_end:
+                    reason = "cancelled"
                     break
             ended = True
             yield Finished(id=request.id, reason=reason, timings=self._timings(request, count), stop_id=stop_id)

@@ -17,6 +17,7 @@ from longlane.errors import LonglaneError
 ROUTES = [
     Route("/health", status.health, methods=["GET"]),
     Route("/ready", status.ready, methods=["GET"]),
+    Route("/metrics", status.metrics, methods=["GET"]),
     Route("/v1/models", status.models, methods=["GET"]),
     Route("/v1/models/{model:path}", status.model, methods=["GET"]),
     Route("/v1/load", status.load, methods=["GET"]),

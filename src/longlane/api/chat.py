@@ -10,8 +10,9 @@ from longlane.api.generation import Delta, Ended, Event, Job, Opened, Shown
 from longlane.api.history import conversation
 from longlane.api.prepare import log_details, make_job
 from longlane.api.reply import JSON, Prepared, respond, token_text
-from longlane.api.schemas import ChatRequest, parse
+from longlane.api.schemas import ChatRequest, agreed, parse
 from longlane.api.state import ServerState
+from longlane.api.thinking import thinking_budget
 from longlane.errors import RequestError
 from longlane.text.tokenizer import Tokenizer
 
@@ -77,7 +78,9 @@ def prepare(server: ServerState, request: ChatRequest) -> tuple[Job, dict[str, A
     prompt = server.frontend.encode_chat(turns, prefill=prefill, options=options, limit=context)
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    job = make_job(server, request, [prompt], limit, top_logprobs)
+    max_tokens = server.config.default_max_tokens if limit is None else limit
+    thinking = thinking_budget(request, server.config, server.frontend, prompt, max_tokens)
+    job = make_job(server, request, [prompt], max_tokens, top_logprobs, thinking)
     shown = {name: options.get(name) for name in ("enable_thinking", "reasoning_effort", "preserve_thinking")}
     return job, {**log_details(request, job), "message_count": len(request.messages), **shown}
 
@@ -92,18 +95,15 @@ def thinking_options(request: ChatRequest, no_thinking: bool) -> dict[str, Any]:
     if effort is not None and effort not in EFFORTS:
         message = f"reasoning_effort: {effort!r} is none of {', '.join(EFFORTS)}"
         raise RequestError(message, code="reasoning_effort_not_supported", param="reasoning_effort")
+    switch = {"enabled": True, "disabled": False}.get(request.thinking.type) if request.thinking else None
     wanted: dict[str, list[Any]] = {
-        "enable_thinking": [request.enable_thinking, None if effort is None else effort != "none"],
+        "enable_thinking": [request.enable_thinking, None if effort is None else effort != "none", switch],
         "preserve_thinking": [request.preserve_thinking],
         "reasoning_effort": [None if effort == "none" else effort],
     }
     for name, given in wanted.items():
-        values = [value for value in [options.get(name), *given] if value is not None]
-        if any(value != values[0] for value in values):
-            message = f"{name}: given twice with different values"
-            raise RequestError(message, code="conflicting_template_option", param=name)
-        if values:
-            options[name] = values[0]
+        if (value := agreed(name, [options.get(name), *given])) is not None:
+            options[name] = value
     if no_thinking:
         options.setdefault("enable_thinking", False)
     return options

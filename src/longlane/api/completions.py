@@ -66,7 +66,8 @@ def _prepared(server: ServerState, body: bytes) -> Prepared:
     if request.echo and request.logprobs is not None:
         raise RequestError("logprobs: not available for an echoed prompt", param="logprobs")
     prompts = [_token_ids(server, prompt, where) for where, prompt in _prompts(request.prompt)]
-    job = make_job(server, request, prompts, request.max_tokens, request.logprobs)
+    max_tokens = server.config.default_max_tokens if request.max_tokens is None else request.max_tokens
+    job = make_job(server, request, prompts, max_tokens, request.logprobs)
     tokenizer = server.frontend.tokenizer
     echoes = [tokenizer.decode(choice.token_ids) if request.echo else "" for choice in job.requests]
     form = CompletionForm(tokenizer, request.logprobs is not None, echoes)

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-from longlane.engine.supervisor import EngineState
+from longlane.engine.supervisor import EngineState, Health
 from longlane.types import Admitted, Finished, Loading, Ready, Request, Stats, Tokens
 
 
@@ -11,9 +11,19 @@ class Engine(Protocol):
     @property
     def state(self) -> EngineState: ...
 
+    @property
+    def ready(self) -> Ready | None: ...
+
+    @property
+    def health(self) -> Health: ...
+
     async def start(self, progress: Callable[[Loading], None] | None = None) -> Ready: ...
 
     def generate(self, request: Request) -> AsyncGenerator[Admitted | Tokens | Finished, None]: ...
+
+    def check_room(self) -> None: ...
+
+    def cancel(self, id: str) -> None: ...
 
     async def stats(self, check: bool = False) -> Stats: ...
 

@@ -7,11 +7,13 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from longlane.api.engine import Engine
 from longlane.errors import EngineError, LonglaneError
 from longlane.text.stream import TextStream
 from longlane.text.tokenizer import Tokenizer
-from longlane.types import Admitted, Finished, Request, Timings, TokenLogprobs, Tokens
+from longlane.types import Admitted, Finished, Request, ThinkingBudget, Timings, TokenLogprobs, Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,52 +136,46 @@ async def _pump(
 async def _choice(
     engine: Engine, tokenizer: Tokenizer, index: int, request: Request, stops: Sequence[str]
 ) -> AsyncGenerator[Event, None]:
-    """One choice. Leaving early, for a stop string, closes the engine's generator and so cancels the request."""
+    """One choice. Leaving early closes the engine's generator and so cancels the request. At a stop string the engine
+    is asked to end it, and heard out for what it counted."""
     answer = _Answer(index, request, TextStream(tokenizer, stops))
     async with contextlib.aclosing(engine.generate(request)) as messages:
         async for message in messages:
             match message:
                 case Admitted():
-                    answer.admit(message)
                     yield Opened(index, message)
-                case Tokens():
+                case Tokens() if answer.text.stopped is None:
                     if (delta := answer.take(message)) is not None:
                         yield delta
                     if answer.text.stopped is not None:
-                        yield answer.stopped()
-                        return
+                        engine.cancel(request.id)
                 case Finished():
-                    if (delta := answer.rest()) is not None:
+                    if answer.text.stopped is None and (delta := answer.rest()) is not None:
                         yield delta
-                    yield answer.finished(message)
+                    yield answer.ended(message)
 
 
 class _Answer:
-    """What is known of one answer while it comes: its text, its count of tokens, and when they came."""
+    """What is known of one answer while it comes: its text, its tokens, and when they came."""
 
     def __init__(self, index: int, request: Request, text: TextStream) -> None:
         self.text = text
         self._index = index
         self._request = request
-        self._count = 0
+        self._token_ids: list[int] = []
         self._held: list[tuple[int, Shown]] = []
-        self._cached = 0
-        self._queue_s = 0.0
-        self._began = time.monotonic()
         self._first: float | None = None
-
-    def admit(self, message: Admitted) -> None:
-        self._cached = message.cached_tokens
-        self._queue_s = message.queue_s
+        self._last = 0.0
 
     def take(self, message: Tokens) -> Delta | None:
         """The part of the message that may be sent; tokens behind a stop string are dropped uncounted."""
-        self._first = self._first or time.monotonic()
+        self._last = time.monotonic()
+        self._first = self._first or self._last
         text = ""
         for i, token_id in enumerate(message.token_ids):
             before = self.text.received
             text += self.text.feed(token_id)
-            self._count += 1
+            self._token_ids.append(token_id)
             if message.logprobs is not None:
                 self._held.append((self.text.received, Shown(token_id, message.logprobs[i], before)))
             if self.text.stopped is not None:
@@ -195,37 +191,51 @@ class _Answer:
         del self._held[:shown]
         return Delta(self._index, text, tokens) if text or tokens else None
 
-    def finished(self, message: Finished) -> Ended:
+    def ended(self, message: Finished) -> Ended:
+        if self.text.stopped is not None:
+            return self._stopped(message.timings)
         if message.reason == "cancelled":
             raise EngineError("the request was cancelled because the server is shutting down")
         return Ended(
             index=self._index,
             reason=message.reason,
-            tokens=self._count,
-            completion_tokens=self._count + (message.stop_id is not None),
+            tokens=len(self._token_ids),
+            completion_tokens=len(self._token_ids) + (message.stop_id is not None),
             timings=message.timings,
         )
 
-    def stopped(self) -> Ended:
-        """Ended by a stop string: the engine was not asked for its timings, these are the server's own."""
-        now = time.monotonic()
-        first = self._first or now
-        timings = Timings(
-            queue_s=self._queue_s,
-            prefill_s=max(0.0, first - self._began - self._queue_s),
-            ttft_s=first - self._began,
-            decode_s=now - first,
-            total_s=now - self._began,
-            prompt_tokens=len(self._request.token_ids),
-            cached_tokens=self._cached,
-            computed_prefill_tokens=len(self._request.token_ids) - self._cached,
-            completion_tokens=self._count,
+    def _stopped(self, timings: Timings) -> Ended:
+        """Ended by a stop string, behind which the engine has computed on for a moment: what belongs to the answer is
+        counted and timed up to the stop. Rounds and drafts are those of the engine, as they were computed."""
+        count = len(self._token_ids)
+        thinking = self._request.thinking
+        used, forced = thinking_counts(thinking, self._token_ids) if thinking else (0, 0)
+        assert self._first is not None
+        own = msgspec.structs.replace(
+            timings,
+            decode_s=self._last - self._first,
+            completion_tokens=count,
+            thinking_tokens=used,
+            control_tokens=forced,
         )
         return Ended(
             index=self._index,
             reason="stop",
-            tokens=self._count,
-            completion_tokens=self._count,
-            timings=timings,
+            tokens=count,
+            completion_tokens=count,
+            timings=own,
             stop=self.text.stopped,
         )
+
+
+def thinking_counts(budget: ThinkingBudget, token_ids: Sequence[int]) -> tuple[int, int]:
+    """How many of these first tokens of an answer are thoughts, and how many a forced close: the engine's rule, see
+    `docs/sampling.md`, read off what it decided."""
+    if not budget.open and list(token_ids[:1]) != [budget.start_id]:
+        return 0, 0
+    inside = token_ids if budget.open else token_ids[1:]
+    may_close = inside[: budget.tokens + 1]
+    if budget.end_id in may_close:
+        return may_close.index(budget.end_id), 0
+    used = min(len(inside), budget.tokens)
+    return used, min(len(inside) - used, len(budget.forced_ids))

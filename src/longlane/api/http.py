@@ -6,7 +6,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -20,14 +20,30 @@ T = TypeVar("T")
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 BODY_SILENCE_S, BODY_S = 30.0, 300.0
-LARGE_BODY = 8 << 20
+# From so many bytes on a body needs a place of `BodyPlaces`.
+MEDIUM_BODY, LARGE_BODY = 64 << 10, 8 << 20
+MEDIUM_PLACES = 16
 
 log = logging.getLogger(__name__)
 
 
+class BodyPlaces:
+    """Bounds what all bodies that are read and prepared take together: one may be large, a few of medium size. Who
+    waits for the large place holds a medium one, and never the other way around."""
+
+    def __init__(self) -> None:
+        self.medium = asyncio.Semaphore(MEDIUM_PLACES)
+        self.large = asyncio.Lock()
+
+    def crossed(self, before: int, after: int) -> Sequence[asyncio.Semaphore | asyncio.Lock]:
+        """The places that a body needs when it grows from `before` bytes to `after`."""
+        bounds = ((MEDIUM_BODY, self.medium), (LARGE_BODY, self.large))
+        return [place for bound, place in bounds if before <= bound < after]
+
+
 @contextlib.asynccontextmanager
-async def body_of(request: Request, limit: int, large: asyncio.Lock) -> AsyncIterator[bytes]:
-    """The body, of at most `limit` bytes. A large one is read and used under the lock, so that memory stays bounded.
+async def body_of(request: Request, limit: int, places: BodyPlaces) -> AsyncIterator[bytes]:
+    """The body, of at most `limit` bytes, read and used in its place, so that memory stays bounded.
 
     Raises `RequestError` 413 when it is longer and 408 when it comes too slowly, `ClientDisconnected` when it is cut.
     """
@@ -43,14 +59,14 @@ async def body_of(request: Request, limit: int, large: asyncio.Lock) -> AsyncIte
             message = await _next_part(request, min(BODY_SILENCE_S, deadline - time.monotonic()))
             parts.append(message.get("body", b""))
             more = message.get("more_body", False)
-            if size <= LARGE_BODY < size + len(parts[-1]):
-                began = time.monotonic()
-                await stack.enter_async_context(large)
-                # Others' slowness is not held against this one.
-                deadline += time.monotonic() - began
             size += len(parts[-1])
             if size > limit:
                 raise too_large
+            for place in places.crossed(size - len(parts[-1]), size):
+                began = time.monotonic()
+                await stack.enter_async_context(place)
+                # Others' slowness is not held against this one.
+                deadline += time.monotonic() - began
         yield b"".join(parts)
 
 

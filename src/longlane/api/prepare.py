@@ -9,8 +9,9 @@ import msgspec
 from longlane.api.generation import Job
 from longlane.api.schemas import MAX_SEED, GenerationFields, stop_strings
 from longlane.api.state import ServerState
+from longlane.api.thinking import limit_of
 from longlane.errors import RequestError
-from longlane.types import Request
+from longlane.types import Request, ThinkingBudget
 
 MAX_CHOICES = 128
 
@@ -19,12 +20,14 @@ def make_job(
     server: ServerState,
     fields: GenerationFields,
     prompts: Sequence[list[int]],
-    max_tokens: int | None,
+    max_tokens: int,
     top_logprobs: int | None,
+    thinking: ThinkingBudget | None = None,
 ) -> Job:
     """`n` choices of every prompt. Choice i of a prompt draws with seed + i, so each can be repeated alone.
 
-    The engine cuts `max_tokens` to what fits behind the prompt.
+    A lower `priority` of `fields` goes first, of the engine's requests a higher one. The engine cuts `max_tokens` to
+    what fits behind the prompt.
     """
     n = fields.n or 1
     if n * len(prompts) > MAX_CHOICES:
@@ -37,10 +40,13 @@ def make_job(
         Request(
             id=f"{request_id}-{p}-{i}",
             token_ids=prompt,
-            max_tokens=server.config.default_max_tokens if max_tokens is None else max_tokens,
+            max_tokens=max_tokens,
             sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + i) % MAX_SEED),
             stop_ids=[*own_stops, *(fields.stop_token_ids or [])],
             top_logprobs=top_logprobs,
+            thinking=thinking,
+            priority=-(fields.priority or 0),
+            pending_timeout_s=None if fields.pending_timeout_ms is None else fields.pending_timeout_ms / 1000,
             boundaries=message_ends(prompt, server.frontend.stop_ids),
         )
         for p, prompt in enumerate(prompts)
@@ -64,5 +70,8 @@ def log_details(fields: GenerationFields, job: Job) -> dict[str, Any]:
         "requested_output_tokens": first.max_tokens,
         "stop_strings": len(job.stops),
         "ignore_eos": bool(fields.ignore_eos),
+        "priority": fields.priority or 0,
+        "pending_timeout_ms": fields.pending_timeout_ms,
+        "thinking_budget": limit_of(first.thinking),
         "sampling": msgspec.to_builtins(first.sampling),
     }

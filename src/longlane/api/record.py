@@ -12,6 +12,7 @@ import msgspec
 
 from longlane.api.errors import CLIENT_CLOSED_REQUEST, ClientDisconnected, InternalError
 from longlane.api.generation import Event, Job
+from longlane.api.metrics import Metrics
 from longlane.api.request_log import RequestLog
 from longlane.api.usage import Tally
 from longlane.errors import LonglaneError
@@ -27,9 +28,10 @@ class Record:
     `request_error`.
     """
 
-    def __init__(self, request_log: RequestLog, request_id: str, protocol: str) -> None:
+    def __init__(self, request_log: RequestLog, metrics: Metrics, request_id: str, protocol: str) -> None:
         self._log = request_log
-        self._request: dict[str, Any] = {"request_id": request_id, "protocol": protocol}
+        self._metrics = metrics
+        self._request: dict[str, Any] = {"request_id": request_id, "protocol": protocol, "thinking_budget": None}
         self._began = time.monotonic()
         self._prepare_s: float | None = None
         self.tally: Tally | None = None
@@ -65,6 +67,7 @@ class Record:
     def _done(self) -> None:
         assert self.tally is not None
         tally = self.tally
+        self._metrics.count_done(tally)
         choices = [self._choice(tally, index) for index in sorted(tally.ended)]
         self._log.write(
             "request_done",
@@ -72,7 +75,8 @@ class Record:
         )
         timings = tally.timings()
         log.info(
-            "%s done | %s | %s | prompt %d (%d cached, %s) | %d tokens | TTFT %.0f ms | prefill %s | decode %s",
+            "%s done | %s | %s | prompt %d (%d cached, %s) | %d tokens | thinking %s of %s | TTFT %.0f ms | "
+            "prefill %s | decode %s",
             self._request["request_id"],
             self._request["protocol"],
             "/".join(sorted({ended.reason for ended in tally.ended.values()})),
@@ -80,6 +84,8 @@ class Record:
             tally.cached_tokens,
             tally.reuse,
             tally.completion_tokens,
+            "-" if tally.thinking_tokens is None else tally.thinking_tokens,
+            "-" if tally.thinking_budget is None else tally.thinking_budget,
             timings["ttft_ms"],
             _rate(timings["prompt_per_second"]),
             _rate(timings["predicted_per_second"]),
@@ -90,7 +96,10 @@ class Record:
         admitted = self.tally is not None and self.tally.admitted
         refused = not admitted and status not in (CLIENT_CLOSED_REQUEST, 500)
         fields: dict[str, Any] = {"request": self._request, "error": {"code": code, "status": status}}
-        self._log.write("request_rejected" if refused else "request_error", fields | self._seconds())
+        fields["result"] = {"model_thinking_tokens": None}
+        event = "request_rejected" if refused else "request_error"
+        self._metrics.count_failure(event)
+        self._log.write(event, fields | self._seconds())
         log.log(
             logging.INFO if status < 500 else logging.WARNING,
             "%s %s | %s | %d %s | %s",
@@ -111,6 +120,8 @@ class Record:
             "prefix_cache_hit_tokens": tally.cached_tokens,
             "prefix_reuse_path": tally.reuse,
             "completion_tokens": tally.completion_tokens,
+            "model_thinking_tokens": tally.thinking_tokens,
+            "thinking_control_tokens": tally.control_tokens,
         }
 
     def _choice(self, tally: Tally, index: int) -> dict[str, Any]:
@@ -120,7 +131,6 @@ class Record:
             "index": index,
             "finish_reason": ended.reason,
             "stop_string": ended.stop is not None,
-            "timings_by": "engine" if ended.stop is None else "server",
             "completion_tokens": ended.completion_tokens,
             "timings": msgspec.to_builtins(raw),
         }

@@ -51,10 +51,11 @@ async def respond(
 ) -> Response:
     """Answer one request for generation. `prepare` makes it out of the body, in a thread: it needs no event loop."""
     server: ServerState = http.app.state.server
-    record = Record(server.request_log, http.state.request_id, protocol)
+    record = Record(server.request_log, server.metrics, http.state.request_id, protocol)
     with record.preparing():
         server.require_serving()
-        async with body_of(http, server.config.max_request_mib << 20, server.large_body) as body:
+        server.engine.check_room()
+        async with body_of(http, server.config.max_request_mib << 20, server.bodies) as body:
             prepared = await until_disconnect(http.receive, asyncio.to_thread(prepare, server, body))
         # A slow body may outlast the moment from which nothing new is taken.
         server.require_serving()

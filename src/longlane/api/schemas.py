@@ -1,7 +1,7 @@
 """What a client may send. Fields this server does not know are ignored; those it knows and cannot serve are refused."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -22,6 +22,8 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1)]
 TokenLimit = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 
 
 class StreamOptions(Struct):
@@ -48,10 +50,17 @@ class GenerationFields(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: TokenLimit | None = None
+    priority: Priority | None = None
+    pending_timeout_ms: Milliseconds | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class Thinking(Struct):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: TokenLimit | None = None
 
 
 class ChatRequest(GenerationFields, kw_only=True):
@@ -65,6 +74,9 @@ class ChatRequest(GenerationFields, kw_only=True):
     enable_thinking: bool | None = None
     preserve_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking: Thinking | None = None
+    thinking_budget: TokenLimit | None = None
+    thinking_token_budget: TokenLimit | None = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -155,6 +167,15 @@ def refuse_unsupported(data: Mapping[str, Any]) -> None:
     if data.get("response_format") not in NEUTRAL_FORMATS:
         message = "response_format: only text is available yet"
         raise RequestError(message, code="unsupported_parameter", param="response_format")
+
+
+def agreed(name: str, given: Iterable[Any]) -> Any:
+    """The one value among those `given`, None where there is none; raises `RequestError` 400 for two that differ."""
+    values = [value for value in given if value is not None]
+    if any(value != values[0] for value in values):
+        message = f"{name}: given twice with different values"
+        raise RequestError(message, code="conflicting_template_option", param=name)
+    return values[0] if values else None
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str]:

@@ -92,8 +92,7 @@ async def serve(
     try:
         await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
-            server.ready = loading.result()
-            announce(server.ready)
+            announce(loading.result())
         await serving
     finally:
         http.should_exit = True

@@ -1,14 +1,16 @@
 """What all routes share."""
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 
 from longlane.api.engine import Engine
 from longlane.api.generation import Running
+from longlane.api.http import BodyPlaces
+from longlane.api.metrics import Metrics
 from longlane.api.request_log import RequestLog
 from longlane.api.sampling import SamplingDefaults
 from longlane.config import EngineConfig, ServerConfig
+from longlane.engine.supervisor import not_serving
 from longlane.errors import EngineError, RequestError
 from longlane.text.frontend import Frontend
 from longlane.types import Ready
@@ -16,10 +18,7 @@ from longlane.types import Ready
 
 @dataclass(kw_only=True)
 class ServerState:
-    """`ready` is what the engine said when it had loaded; `draining` means that no new request is taken.
-
-    `large_body` is held by the one request with a large body that is read and prepared at a time.
-    """
+    """`draining` means that no new request is taken."""
 
     config: ServerConfig
     engine_config: EngineConfig
@@ -29,17 +28,22 @@ class ServerState:
     request_log: RequestLog
     sampling: SamplingDefaults
     running: Running = field(default_factory=Running)
-    large_body: asyncio.Lock = field(default_factory=asyncio.Lock)
-    ready: Ready | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    bodies: BodyPlaces = field(default_factory=BodyPlaces)
     draining: bool = False
     started_at: float = field(default_factory=time.time)
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the newest run of the engine said when it had loaded."""
+        return self.engine.ready
 
     def require_serving(self) -> Ready:
         """What the engine said it can do; raises `EngineError` 503 when no request can be taken now."""
         if self.draining:
             raise shutting_down()
-        if self.ready is None:
-            raise EngineError("the model is loading; try again shortly", code="model_loading")
+        if self.ready is None or self.engine.state != "ready":
+            raise not_serving(self.engine.state)
         return self.ready
 
     def require_model(self, model: str) -> None:

@@ -1,13 +1,18 @@
 """Routes that say how the server is: health, readiness, models, load."""
 
+import contextlib
 import time
 from typing import Any
 
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 from longlane.api.errors import json_response
 from longlane.api.state import ServerState
+from longlane.engine.supervisor import Health
+from longlane.errors import EngineError
 from longlane.types import MemoryPlan, Stats
 
 PAGE_TOKENS = 64
@@ -19,9 +24,13 @@ def _server(request: Request) -> ServerState:
 
 
 async def health(request: Request) -> Response:
-    """200 while the engine serves, else 503 with its state. Busy is healthy."""
-    state = _server(request).engine.state
-    return json_response({"status": "ok"} if state == "ready" else {"status": state}, 200 if state == "ready" else 503)
+    """200 while the engine serves, else 503 with its state. Busy is healthy. What went wrong before is told as well."""
+    engine = _server(request).engine
+    serves = engine.state == "ready"
+    body: dict[str, Any] = {"status": "ok" if serves else engine.state}
+    if engine.health != Health():
+        body |= msgspec.to_builtins(engine.health)
+    return json_response(body, 200 if serves else 503)
 
 
 async def ready(request: Request) -> Response:
@@ -29,6 +38,16 @@ async def ready(request: Request) -> Response:
     server = _server(request)
     state = "draining" if server.draining else server.engine.state
     return json_response({"status": state}, 200 if state == "ready" else 503)
+
+
+async def metrics(request: Request) -> Response:
+    """Counters of the server, and the engine's occupancy at one step boundary."""
+    server = _server(request)
+    stats = None
+    if server.engine.state == "ready":
+        with contextlib.suppress(EngineError):  # it may die while it is asked
+            stats = await server.engine.stats()
+    return Response(server.metrics.render(server.engine.health, stats), media_type=CONTENT_TYPE_LATEST)
 
 
 async def models(request: Request) -> Response:

@@ -1,9 +1,11 @@
 """The numbers of a reply: what was used, and how long it took. Each is counted or measured; rates are derived here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from longlane.api.generation import Ended, Job, Opened
+from longlane.api.thinking import limit_of
+from longlane.types import Timings
 
 
 class Tally:
@@ -42,12 +44,35 @@ class Tally:
     def completion_tokens(self) -> int:
         return sum(ended.completion_tokens for ended in self.ended.values())
 
+    @property
+    def thinking_budget(self) -> int | None:
+        return limit_of(self._job.requests[0].thinking)
+
+    @property
+    def thinking_tokens(self) -> int | None:
+        """Tokens of thoughts, forced ones aside; None where the answers had no place for any."""
+        return self._thinking(lambda timings: timings.thinking_tokens)
+
+    @property
+    def control_tokens(self) -> int | None:
+        """Tokens that were forced to close thoughts."""
+        return self._thinking(lambda timings: timings.control_tokens)
+
+    def _thinking(self, count: Callable[[Timings], int]) -> int | None:
+        if self._job.requests[0].thinking is None:
+            return None
+        return sum(count(ended.timings) for ended in self.ended.values())
+
     def usage(self) -> dict[str, Any]:
+        thinking, control = self.thinking_tokens, self.control_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": (thinking or 0) + (control or 0)},
+            "model_thinking_tokens": thinking,
+            "thinking_budget": self.thinking_budget,
         }
 
     def timings(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def _loaded(state: ServerState, console: Console) -> Iterator[Background]:
     background = Background()
     try:
         with LoadingBars(console) as bars:
-            state.ready = background.run(state.engine.start(bars))
+            background.run(state.engine.start(bars))
         yield background
     finally:
         background.run(state.engine.stop())

@@ -63,6 +63,12 @@ HELP = {
     "overlap": _option(
         "Do the host's work while a step runs on the card; off is for debugging.", "--overlap/--no-overlap"
     ),
+    "on_fault": _option(
+        "After a fault of the engine: restart without CUDA graphs if it used them, as it was, or not at all."
+    ),
+    "max_restarts": _option("Restarts within ten minutes before the engine is left dead.", min=0),
+    "watchdog_timeout": _option("Longest silence of a loaded engine in seconds; then it is restarted.", min=2),
+    "fault_dir": _option("Folder for fault reports; default faults in the cache folder.", file_okay=False),
     "host": _option("Address to listen on."),
     "port": _option("Port to listen on.", min=1, max=65535),
     "api_key": _option("Ask for this key (Authorization: Bearer, or x-api-key)."),
@@ -73,6 +79,7 @@ HELP = {
     "log_level": _option("trace, debug, info, warning or error."),
     "cors": _option("Let any web page use the server.", "--cors"),
     "no_thinking": _option("Thinking is off unless a request asks for it.", "--no-thinking"),
+    "default_thinking_budget": _option("Most thinking tokens of an answer whose request sets no budget.", min=1),
     "chat_template": _option("Jinja file to use instead of the model's template.", exists=True, dir_okay=False),
     "temperature": _option("0 is greedy.", min=0, max=2),
     "top_p": _option("Keep the most likely tokens up to this mass.", min=0, max=1),

@@ -19,7 +19,7 @@ from longlane.api.state import ServerState
 from longlane.cli.options import pick, takes
 from longlane.cli.session import LoadingBars, open_session
 from longlane.cli.tables import print_plan
-from longlane.config import EngineConfig, ServerConfig
+from longlane.config import EngineConfig, FaultPolicy, ServerConfig
 from longlane.errors import ConfigError
 from longlane.types import Ready
 
@@ -27,7 +27,7 @@ LEVELS = {"trace": logging.DEBUG, "debug": logging.DEBUG, "info": logging.INFO, 
 LEVELS |= {"warn": logging.WARNING, "error": logging.ERROR}
 
 
-@takes(EngineConfig, ServerConfig)
+@takes(EngineConfig, FaultPolicy, ServerConfig)
 def serve(
     model: Annotated[str, typer.Argument(help="An artifact, a Hugging Face directory, demo or tiny.")], **values: Any
 ) -> None:
@@ -39,7 +39,7 @@ def serve(
         raise ConfigError("--api-key is empty, which would let everybody in; leave it out to serve without a key")
     console = Console(highlight=False)
     with listen(config.host, config.port) as sock:
-        state = open_session(engine_config, config, console)
+        state = open_session(engine_config, config, console, pick(FaultPolicy, values))
         with LoadingBars(console) as bars, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
             def announce(ready: Ready) -> None:

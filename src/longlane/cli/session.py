@@ -10,14 +10,16 @@ from longlane.api.sampling import SamplingDefaults
 from longlane.api.state import ServerState
 from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
-from longlane.config import EngineConfig, ServerConfig
+from longlane.config import EngineConfig, FaultPolicy, ServerConfig
 from longlane.engine.client import EngineClient
 from longlane.errors import ConfigError
 from longlane.text.frontend import Frontend
 from longlane.types import Loading
 
 
-def open_session(engine: EngineConfig, server: ServerConfig, console: Console) -> ServerState:
+def open_session(
+    engine: EngineConfig, server: ServerConfig, console: Console, policy: FaultPolicy | None = None
+) -> ServerState:
     """Everything but the engine process. Raises a `LonglaneError` for a model or a flag that cannot be used."""
     with console.status(f"opening {engine.model}"):
         path = resolve(engine.model)
@@ -28,7 +30,7 @@ def open_session(engine: EngineConfig, server: ServerConfig, console: Console) -
         config=server,
         engine_config=engine,
         model_id=server.model_id or resources.name,
-        engine=EngineClient(engine),
+        engine=EngineClient(engine, policy=policy),
         frontend=frontend,
         request_log=RequestLog(server.request_log_jsonl),
         sampling=SamplingDefaults.of(frontend.generation, server),

@@ -4,8 +4,9 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from longlane.config import EngineConfig
-from longlane.engine.supervisor import ENGINE_COMMAND, EngineState, FaultPolicy, Supervisor
+from longlane.config import EngineConfig, FaultPolicy
+from longlane.engine.admission import check_queue
+from longlane.engine.supervisor import ENGINE_COMMAND, EngineState, Health, Supervisor
 from longlane.errors import EngineError, LonglaneError, RequestError
 from longlane.types import (
     Admitted,
@@ -36,6 +37,7 @@ class EngineClient:
     def __init__(
         self, config: EngineConfig, *, policy: FaultPolicy | None = None, command: Sequence[str] = ENGINE_COMMAND
     ) -> None:
+        self._lanes, self._max_pending = config.max_concurrency, config.max_pending_requests
         self._supervisor = Supervisor(config, self._dispatch, self._fail_all, policy, command)
         self._progress: Callable[[Loading], None] = lambda _: None
         self._open: dict[str, asyncio.Queue[Admitted | Tokens | Finished | LonglaneError]] = {}
@@ -51,8 +53,13 @@ class EngineClient:
         return self._supervisor.pid
 
     @property
-    def restarts(self) -> int:
-        return self._supervisor.restarts
+    def ready(self) -> Ready | None:
+        """What the newest run said when it had loaded; None until the first one has."""
+        return self._supervisor.ready
+
+    @property
+    def health(self) -> Health:
+        return self._supervisor.health
 
     async def start(self, progress: Callable[[Loading], None] | None = None) -> Ready:
         """Load the model; raises `EngineError` with the engine's own words when it cannot."""
@@ -81,6 +88,17 @@ class EngineClient:
             del self._open[request.id]
             if not ended and self.state == "ready":
                 self._supervisor.send(Cancel(id=request.id))
+
+    def check_room(self) -> None:
+        """Raises `EngineError` (429) when one more request could only be refused: what is open fills every place. The
+        engine decides again when the request arrives; asking here saves the work before that."""
+        running = min(len(self._open), self._lanes)
+        check_queue(running, len(self._open) - running, self._lanes, self._max_pending)
+
+    def cancel(self, id: str) -> None:
+        """Have an open request end now. What generates it goes on to its `Finished`, which is of use for its counts."""
+        if id in self._open and self.state == "ready":
+            self._supervisor.send(Cancel(id=id))
 
     async def stats(self, check: bool = False) -> Stats:
         """Occupancy at the next step boundary; with `check`, after a full integrity check."""

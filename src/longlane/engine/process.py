@@ -1,4 +1,4 @@
-"""The engine process: `python -m longlane.engine.process DIRECTORY CONFIG`, started by `engine.supervisor`.
+"""The engine process: `python -m longlane.engine.process DIRECTORY CONFIG LOG_LEVEL`, started by `engine.child`.
 
 Everything happens on one thread, at step boundaries. The process ends when it is told to, when its parent is gone, or
 when a step raises: after such a fault no state can be trusted, so a new process takes over.
@@ -11,7 +11,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -19,14 +21,27 @@ import zmq
 from longlane.config import EngineConfig
 from longlane.engine import startup
 from longlane.engine.admission import failure
+from longlane.engine.faults import StepRecorder
 from longlane.engine.loop import Engine
 from longlane.errors import EngineError, LonglaneError
-from longlane.types import Cancel, Fatal, FromEngine, Loading, Ready, Request, Shutdown, StatsQuery, ToEngine
+from longlane.types import (
+    ENGINE_FAULT,
+    Cancel,
+    Fatal,
+    FromEngine,
+    Loading,
+    Ready,
+    Request,
+    Shutdown,
+    StatsQuery,
+    ToEngine,
+)
 
 HEARTBEAT_S = 1.0
 # Between two looks at what is on its way to the device. Looking all the time would slow down who brings it.
 STALLED_S = 0.002
 FLUSH_MS = 2000
+FAULT = 1
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +49,7 @@ Load = Callable[[EngineConfig, Callable[[Loading], None]], tuple[Engine, Ready]]
 
 
 class Link:
-    """The two sockets of this run, see `engine.supervisor`."""
+    """The two sockets of this run, see `engine.child`."""
 
     def __init__(self, directory: str) -> None:
         self._context = zmq.Context()
@@ -136,6 +151,7 @@ def run(directory: str, config: EngineConfig, load: Load) -> int:
     link = Link(directory)
     try:
         engine, ready = load(config, lambda loading: link.send([loading]))
+        engine.on_step(StepRecorder(Path(directory)))
         link.send([ready])
         Service(engine, link).run()
     except LonglaneError as error:
@@ -143,8 +159,9 @@ def run(directory: str, config: EngineConfig, load: Load) -> int:
         return 2
     except Exception as error:
         log.exception("the engine met a fault and ends")
-        link.send([Fatal(message=f"{type(error).__name__}: {error}", code="engine_fault")])
-        return 1
+        message = f"{type(error).__name__}: {error}"
+        link.send([Fatal(message=message, code=ENGINE_FAULT, traceback=traceback.format_exc())])
+        return FAULT
     finally:
         link.close()
     return 0
@@ -153,13 +170,18 @@ def run(directory: str, config: EngineConfig, load: Load) -> int:
 def main(load: Load = startup.load) -> int:
     """`load` is another one in tests, which bring a model of their own."""
     faulthandler.enable()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    directory, config, level = sys.argv[1:]
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Ctrl-C and a service manager signal the whole group; the parent alone decides when this process ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     leave_with_parent()
-    directory, config = sys.argv[1:]
-    return run(directory, msgspec.json.decode(config, type=EngineConfig), load)
+    code = run(directory, msgspec.json.decode(config, type=EngineConfig), load)
+    if code == FAULT:
+        # Without the interpreter's farewell, which could hang on a device that is gone.
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -70,31 +70,40 @@ def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
         draft_head=config.lm_head_draft,
     )
     progress(Loading(stage="loading weights", done=1, total=1))
+    vocab_size = known_tokens(path, loaded.info.vocab_size)
+    return assemble(config, loaded, path, vocab_size=vocab_size, dtype=dtype, device=device, progress=progress)
+
+
+def assemble(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    path: Path,
+    *,
+    vocab_size: int,
+    dtype: str,
+    device: torch.device,
+    progress: Progress,
+) -> tuple[Engine, Ready]:
+    """An engine over a model that is there: plan, caches, and every kernel run once. path: whose weights these are."""
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
     plan = plan_memory(config, loaded, dtype, kv_dtype, device)
-    slots = plan.lanes + spare_slots(config)
     caches = new_caches(
         loaded.spec,
         pages=plan.kv_pages + 1,
-        slots=slots + 1,
+        slots=plan.lanes + spare_slots(config) + 1,
         codec=kv_dtype,
         dtype=DTYPES[dtype],
         device=device,
         gdn_state=config.gdn_state,
     )
     speculator = None if config.spec == "off" else Speculator(config, loaded.model.mtp, caches)
-    runner = Runner(
-        loaded.model,
-        caches,
-        device,
-        known_tokens(path, loaded.info.vocab_size),
-        speculator.drafter if speculator else None,
-        Limits(
-            lanes=plan.lanes,
-            columns=max_drafts(config.spec, config.draft_tokens) + 1,
-            pages=pages_for(min(plan.max_context, plan.kv_tokens)),
-        ),
+    limits = Limits(
+        lanes=plan.lanes,
+        columns=max_drafts(config.spec, config.draft_tokens) + 1,
+        pages=pages_for(min(plan.max_context, plan.kv_tokens)),
     )
+    drafter = speculator.drafter if speculator else None
+    runner = Runner(loaded.model, caches, device, vocab_size, drafter, limits)
     progress(Loading(stage="warming up", done=0, total=1))
     # In a memory of its own: its prompt is nobody's prefix.
     warm_up(Engine(runner, Memory(PagePool(plan.kv_pages), SlotPool(plan.lanes), plan.max_context), config, speculator))
@@ -102,8 +111,8 @@ def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
     if device.type == "cuda":
         for done, total in runner.warm_up(capture=config.cuda_graph and can_be_captured(loaded)):
             progress(Loading(stage="capturing steps", done=done, total=total))
-    memory = new_memory(config, path, loaded.spec, plan, caches)
-    return Engine(runner, memory, config, speculator), Ready(model=loaded.info, plan=plan)
+    engine = Engine(runner, new_memory(config, path, loaded.spec, plan, caches), config, speculator)
+    return engine, Ready(model=loaded.info, plan=plan, cuda_graphs=runner.steps.graphed, device=device_name(device))
 
 
 def choose_device(name: str) -> torch.device:
@@ -119,6 +128,10 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"--device {name}: this machine shows {torch.cuda.device_count()} CUDA devices; use cpu")
     return device
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def can_be_captured(loaded: LoadedModel) -> bool:

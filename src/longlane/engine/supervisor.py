@@ -1,122 +1,43 @@
-"""Keeps one engine process alive: starts it, watches it, restarts it. Runs inside the API process, so no torch here.
-
-The private directory of a run holds two ZMQ sockets. Every run has its own, so that no message of a dead engine can
-reach the next one. A frame to the engine is one `ToEngine`; a frame from it is a list of `FromEngine`, and an empty
-list is a sign of life.
-"""
+"""Keeps one engine process alive: starts it, watches it, restarts it. Runs inside the API process, so no torch here."""
 
 import asyncio
 import logging
-import shutil
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Literal
 
 import msgspec
 import zmq
-import zmq.asyncio
 
-from longlane.config import EngineConfig
+from longlane.config import EngineConfig, FaultPolicy, cache_dir
+from longlane.engine.child import EngineProcess, describe_exit
+from longlane.engine.faults import Fault, environment, write_report
 from longlane.errors import EngineError
-from longlane.types import Fatal, FromEngine, Ready, Shutdown, ToEngine
+from longlane.types import ENGINE_FAULT, Fatal, FromEngine, Ready, Shutdown, ToEngine
 
 EngineState = Literal["loading", "ready", "restarting", "dead"]
-# How long an engine may take to leave after its grace.
-FLUSH_S = 3.0
+# How long an engine may take to leave after its grace, and after it has said that it met a fault.
+FLUSH_S, FAREWELL_S = 3.0, 1.0
+# The longest silence of an engine that loads.
+LOAD_S = 1800.0
+# The stretch of time within which restarts are counted.
+WINDOW_S = 600.0
+LOOK_S = 0.25
 ENGINE_COMMAND = (sys.executable, "-m", "longlane.engine.process")
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultPolicy:
-    """When an engine is given up.
+class Health:
+    """What has become of the engine since the server started. safe_mode: what it now runs without, and why."""
 
-    watchdog_s: the longest silence of a loaded engine; must exceed its longest step. load_s: the same while it loads.
-    max_restarts: how many within `window_s` before the engine is left dead.
-    """
-
-    watchdog_s: float = 120.0
-    load_s: float = 1800.0
-    max_restarts: int = 3
-    window_s: float = 600.0
-
-
-class EngineProcess:
-    """One run of the engine process and its private sockets."""
-
-    def __init__(self, directory: Path, context: zmq.asyncio.Context) -> None:
-        self.directory = directory
-        self.last_seen = time.monotonic()
-        self._context = context
-        self._receiver = context.socket(zmq.PULL)
-        self._receiver.set(zmq.RCVHWM, 0)
-        # A plain socket: sending from a `finally` must not await. Connecting (not binding) it makes it queue at once.
-        self._sender: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.PUSH)
-        self._sender.set(zmq.SNDHWM, 0)
-        self._sender.set(zmq.LINGER, 0)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(list[FromEngine])
-        self._child: asyncio.subprocess.Process | None = None
-
-    @classmethod
-    async def spawn(cls, config: EngineConfig, command: Sequence[str]) -> "EngineProcess":
-        """Raises `OSError` or `zmq.ZMQError` when the system has no place for the sockets or the process."""
-        process = cls(Path(tempfile.mkdtemp(prefix="longlane-")), zmq.asyncio.Context())
-        try:
-            process._receiver.bind(f"ipc://{process.directory}/from")
-            process._sender.connect(f"ipc://{process.directory}/to")
-            # The child leaves when its stdin closes, which the system does even if this process is killed. In a
-            # session of its own it does not hear Ctrl-C, which would end it with a trace while it still imports.
-            process._child = await asyncio.create_subprocess_exec(
-                *command,
-                str(process.directory),
-                msgspec.json.encode(config).decode(),
-                stdin=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )
-        except BaseException:
-            process.close()
-            raise
-        return process
-
-    @property
-    def pid(self) -> int:
-        assert self._child is not None
-        return self._child.pid
-
-    def send(self, message: ToEngine) -> None:
-        self._sender.send(self._encoder.encode(message))
-
-    async def receive(self) -> list[FromEngine]:
-        """The next frame; a malformed one is logged and dropped."""
-        while True:
-            frame = await self._receiver.recv()
-            self.last_seen = time.monotonic()
-            try:
-                return self._decoder.decode(frame)
-            except msgspec.DecodeError as error:
-                log.error("dropped a malformed frame of %d bytes from the engine: %s", len(frame), error)
-
-    async def wait(self) -> int:
-        assert self._child is not None
-        return await self._child.wait()
-
-    def kill(self) -> None:
-        assert self._child is not None
-        if self._child.returncode is None:
-            self._child.kill()
-
-    def close(self) -> None:
-        self._receiver.close(linger=0)
-        self._sender.close(linger=0)
-        self._context.term()
-        shutil.rmtree(self.directory, ignore_errors=True)
+    restarts: int = 0
+    last_fault: Fault | None = None
+    safe_mode: str | None = None
 
 
 class Supervisor:
@@ -124,6 +45,7 @@ class Supervisor:
 
     on_message: called with every message. on_death: called once per death, with the error that open requests must get.
     `start` returns when the first run is ready and raises `EngineError` when it cannot be.
+    config: of this run, or of the next. ready: what the newest run that got so far has said; `health` likewise stays.
     """
 
     def __init__(
@@ -136,13 +58,15 @@ class Supervisor:
     ) -> None:
         self.config = config
         self.state: EngineState = "loading"
-        self.restarts = 0
+        self.ready: Ready | None = None
+        self.health = Health()
         self._on_message = on_message
         self._on_death = on_death
         self._policy = policy or FaultPolicy()
         self._command = command
         self._process: EngineProcess | None = None
         self._fatal: Fatal | None = None
+        self._cuda_graphs = False
         self._stopping = False
         self._deaths: list[float] = []
         self._task: asyncio.Task[None] | None = None
@@ -184,30 +108,34 @@ class Supervisor:
 
     async def _keep_alive(self) -> None:
         while True:
-            self._fatal = None
+            self._fatal, self._cuda_graphs = None, False
             how = await self._run()
-            may_restart = self._may_restart()
-            self.state = "restarting" if may_restart else "dead"
+            restarts = self._may_restart()
+            self.state = "restarting" if restarts else "dead"
             error = self._explain(how)
             self._on_death(error)
-            if not may_restart:
+            if not restarts:
                 if self._first_ready is not None and not self._first_ready.done():
                     self._first_ready.set_exception(error)
+                if not self._stopping:
+                    log.error("engine: %s%s", error.message, self._where())
                 return
-            self.restarts += 1
-            log.error("engine: %s; restart %d", error.message, self.restarts)
+            self.health = replace(self.health, restarts=self.health.restarts + 1)
+            log.error("engine: %s%s", error.message, self._where())
 
     async def _run(self) -> str:
         """One engine process, from its start to its end; says how it ended."""
         try:
-            self._process = await EngineProcess.spawn(self.config, self._command)
+            process = self._process = await EngineProcess.spawn(self.config, self._command)
         except (OSError, zmq.ZMQError) as error:
             return f"could not be started ({error})"
         try:
-            return await self._watch(self._process)
+            how = await self._watch(process)
+            self._take_note(process, how)
+            return how
         finally:
-            self._process.kill()
-            self._process.close()
+            process.kill()
+            process.close()
             self._process = None
 
     async def _watch(self, process: EngineProcess) -> str:
@@ -218,17 +146,12 @@ class Supervisor:
         try:
             while not exit_code.done():
                 waiting = [exit_code] if reader.done() else [exit_code, reader]
-                await asyncio.wait(waiting, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waiting, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if reader.done() and not how:
                     log.error("a message of the engine could not be taken in", exc_info=reader.exception())
                     how = "was ended, since nobody could read it any more"
-                    process.kill()
-                silence = time.monotonic() - process.last_seen
-                limit = self._policy.watchdog_s if self.state == "ready" else self._policy.load_s
-                if not how and silence > limit:
-                    how = f"made no progress for {silence:.1f} s (the watchdog limit is {limit:g} s)"
-                    process.kill()
-                if self._stopping and self.state != "ready":
+                how = how or self._overdue(time.monotonic() - process.last_seen)
+                if how or (self._stopping and self.state != "ready"):
                     process.kill()
             # What it said last may still be on its way: a reader that hears nothing more is left.
             await asyncio.wait([reader], timeout=0.2)
@@ -238,13 +161,20 @@ class Supervisor:
             exit_code.cancel()
             await asyncio.gather(reader, exit_code, return_exceptions=True)
 
+    def _overdue(self, silence: float) -> str:
+        """Why an engine that is silent for so long is ended; empty while it need not be."""
+        if self._fatal is not None:
+            return "met a fault and did not leave" if silence > FAREWELL_S else ""
+        limit = self._policy.watchdog_timeout if self.state == "ready" else LOAD_S
+        return f"made no progress for {silence:.1f} s (the watchdog limit is {limit:g} s)" if silence > limit else ""
+
     async def _read(self, process: EngineProcess) -> None:
         while True:
             for message in await process.receive():
                 if isinstance(message, Fatal):
                     self._fatal = message
                 if isinstance(message, Ready):
-                    self.state = "ready"
+                    self.state, self.ready, self._cuda_graphs = "ready", message, message.cuda_graphs
                     if self._first_ready is not None and not self._first_ready.done():
                         self._first_ready.set_result(message)
                 self._on_message(message)
@@ -252,9 +182,58 @@ class Supervisor:
     def _may_restart(self) -> bool:
         if self._stopping or self._first_ready is None or not self._first_ready.done():
             return False
+        if self._policy.on_fault == "stop":
+            return False
         now = time.monotonic()
-        self._deaths = [at for at in self._deaths if now - at < self._policy.window_s] + [now]
+        self._deaths = [at for at in self._deaths if now - at < WINDOW_S] + [now]
         return len(self._deaths) <= self._policy.max_restarts
+
+    def _take_note(self, process: EngineProcess, how: str) -> None:
+        """Report a fault, and choose what the next run does without. An orderly end, and an error of the input that the
+        engine itself has named, are no faults."""
+        if self._stopping or (self._fatal is not None and self._fatal.code != ENGINE_FAULT):
+            return
+        now = datetime.now(UTC)
+        step, config = process.last_step, self.config
+        if self._policy.on_fault == "safe" and self._cuda_graphs:
+            self.config = replace(config, cuda_graph=False)
+            reason = f"without CUDA graphs, since the engine {how} at {now:%Y-%m-%d %H:%M:%S} UTC while it used them"
+            self.health = replace(self.health, safe_mode=f"{reason} ({_circumstances(config, step)})")
+        directory = self._policy.fault_dir or cache_dir() / "faults"
+        report = write_report(directory, now, self._report(process, config, how, step))
+        self.health = replace(self.health, last_fault=Fault(time=now.isoformat(), how=how, report=report))
+
+    def _report(
+        self, process: EngineProcess, config: EngineConfig, how: str, step: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        fatal, ready = self._fatal, self.ready
+        return {
+            "how": how,
+            "error": fatal.message if fatal else None,
+            "traceback": fatal.traceback if fatal else None,
+            "run": {
+                "pid": process.pid,
+                "seconds": time.monotonic() - process.began,
+                "restarts_before": self.health.restarts,
+                "was_ready": self.state == "ready",
+                "cuda_graphs": self._cuda_graphs,
+            },
+            "last_step": step,
+            "flags": config,
+            "model": msgspec.to_builtins(ready.model) if ready else None,
+            "device": ready.device if ready else None,
+            "environment": environment(),
+            "next": {"on_fault": self._policy.on_fault, "safe_mode": self.health.safe_mode},
+            "log": list(process.log_lines),
+        }
+
+    def _where(self) -> str:
+        """The end of the log line of a death: what changes, and where to read more."""
+        fault, mode = self.health.last_fault, self.health.safe_mode
+        parts = [f"safe mode: {mode}"] if mode else []
+        parts += [f"fault report: {fault.report}"] if fault and fault.report else []
+        parts += [f"restart {self.health.restarts}"] if self.state == "restarting" else []
+        return "".join(f"; {part}" for part in parts)
 
     def _explain(self, how: str) -> EngineError:
         """What open requests are told. Only a failed start, which its operator reads, speaks in the engine's words."""
@@ -268,11 +247,14 @@ class Supervisor:
         return EngineError(f"the engine process {how}; {advice}")
 
 
+def _circumstances(config: EngineConfig, step: dict[str, Any] | None) -> str:
+    """What else was on in the run that died, and how wide its last step was."""
+    spec = "drafting off" if config.spec == "off" else f"drafting {config.spec}"
+    width = f"last step {step.get('kind')} of {step.get('rows')} rows" if step else "no step yet"
+    return f"{config.max_concurrency} lanes, {spec}, {width}"
+
+
 def not_serving(state: EngineState) -> EngineError:
     if state == "dead":
         return EngineError("the engine is dead and was not restarted; see the server's log")
     return EngineError(f"the engine is {state}; try again shortly", code="model_loading")
-
-
-def describe_exit(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -77,6 +77,9 @@ def test_usage_comes_last_when_asked_for(api: Api) -> None:
         "completion_tokens": 6,
         "total_tokens": prompt + 6,
         "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+        "model_thinking_tokens": 0,
+        "thinking_budget": None,
     }
     assert ["timings" in chunk for chunk in parsed] == [False] * (len(parsed) - 1) + [True]
 
@@ -135,7 +138,7 @@ def test_stop_strings(api: Api, stop: Any, pieces: list[str], expected: str, str
         text, reason = choice["message"]["content"], choice["finish_reason"]
     assert (text, reason) == (expected, "stop")
     until(lambda: not api.engine.open)
-    assert len(api.engine.cancelled) == (expected == "xx")
+    assert len(api.engine.told_to_end) == (expected == "xx")
 
 
 def test_tokens_behind_a_stop_string_are_not_counted(api: Api) -> None:

@@ -9,7 +9,7 @@ import pytest
 from longlane.api.app import ROUTES
 from longlane.api.request_log import RequestLog
 from longlane.api.schemas import UNSUPPORTED, ChatRequest, CompletionRequest
-from longlane.config import EngineConfig, ServerConfig
+from longlane.config import EngineConfig, FaultPolicy, ServerConfig
 
 ROOT = Path(__file__).parents[3]
 API = (ROOT / "docs" / "api.md").read_text()
@@ -48,7 +48,7 @@ def test_error_codes() -> None:
     assert [code for code in sorted(codes) if f"`{code}`" not in API] == []
 
 
-@pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
+@pytest.mark.parametrize("config", [EngineConfig, FaultPolicy, ServerConfig])
 def test_configuration(config: type) -> None:
     for field in dataclasses.fields(config):
         flag = "--" + field.name.replace("_", "-")
@@ -62,6 +62,21 @@ def test_log_events() -> None:
     for event in ("server_start", "request_start", "request_done", "request_rejected", "request_error"):
         assert f"`{event}`" in API
     assert RequestLog(None).instance_id
+
+
+def test_load(api) -> None:
+    load = api.http.get("/v1/load").json()
+    sections = [section for section in load.values() if isinstance(section, dict)]
+    assert len(sections) == 4
+    for field in {*load}.union(*sections):
+        assert f"`{field}`" in API
+
+
+def test_usage(api) -> None:
+    usage = api.post().json()["usage"]
+    details = [detail for detail in usage.values() if isinstance(detail, dict)]
+    for field in {*usage}.union(*details) - {"total_tokens", "prompt_tokens_details", "completion_tokens_details"}:
+        assert field in API
 
 
 def test_timings(api) -> None:

@@ -1,21 +1,25 @@
-"""Timings of an answer that the server itself ended."""
+"""What the server counts itself, of an answer that a stop string ended."""
 
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from longlane.api import generation
-from longlane.text.stream import TextStream
-from longlane.types import Admitted, Request, Tokens
-from support.byte_tokenizer import tokenizer
+from longlane.api.generation import thinking_counts
+from longlane.sampling.thinking import ThinkingState
+from longlane.types import ThinkingBudget
+
+START, END = 1, 2
+TOKENS = st.lists(st.integers(0, 4), max_size=20)
 
 
-def test_the_prompt_of_a_stopped_answer_is_timed_from_its_admission(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 10.0
-    monkeypatch.setattr(generation.time, "monotonic", lambda: now)
-    request = Request(id="a", token_ids=[1, 2, 3], max_tokens=5)
-    answer = generation._Answer(0, request, TextStream(tokenizer(), ["z"]))
-    # The event of an admission after one second in the queue arrives with the first token, four seconds later.
-    now = 15.0
-    answer.admit(Admitted(id="a", cached_tokens=0, queue_s=1.0))
-    answer.take(Tokens(id="a", token_ids=[ord("z")]))
-    timings = answer.stopped().timings
-    assert (timings.queue_s, timings.prefill_s, timings.ttft_s) == (1.0, 4.0, 5.0)
+@given(drawn=TOKENS, tokens=st.integers(0, 6), forced=st.integers(0, 3), open=st.booleans())
+def test_thoughts_of_any_beginning_of_an_answer_are_counted_as_the_engine_does(
+    drawn: list[int], tokens: int, forced: int, open: bool
+) -> None:
+    budget = ThinkingBudget(
+        tokens=tokens, start_id=START, end_id=END, forced_ids=[5] * (forced + 1) + [END, 6], open=open
+    )
+    state = ThinkingState.start(budget)
+    answer: list[int] = []
+    for token in drawn:
+        answer.append(state.step(token, budget)[0])
+        assert thinking_counts(budget, answer) == (state.used, state.control)

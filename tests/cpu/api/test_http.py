@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
-from longlane.api.http import Guard, body_of
+from longlane.api.http import BodyPlaces, Guard, body_of
 from support.http_server import Served, serving
 from support.scripted_engine import ScriptedEngine, says
 
@@ -124,7 +124,7 @@ def test_large_bodies_are_taken_one_after_the_other(api: Api, monkeypatch: pytes
     ]
     with socket.create_connection((api.served.host, api.served.port)) as slow:
         slow.sendall(post(padded)[:5000])
-        until(api.served.state.large_body.locked)
+        until(api.served.state.bodies.large.locked)
         for thread in posts:
             thread.start()
         assert api.post().status_code == 200
@@ -132,7 +132,7 @@ def test_large_bodies_are_taken_one_after_the_other(api: Api, monkeypatch: pytes
     for thread in posts:
         thread.join(20)
     assert statuses == [200] * 4
-    assert not api.served.state.large_body.locked()
+    assert not api.served.state.bodies.large.locked()
 
 
 def test_waiting_for_another_large_body_is_not_counted_as_slowness(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,9 @@ def test_waiting_for_another_large_body_is_not_counted_as_slowness(monkeypatch: 
         return {"type": "http.request", "body": part, "more_body": part == b"many"}
 
     async def body() -> bytes:
-        async with body_of(Request({"type": "http", "headers": []}, receive), 100, Busy()) as whole:
+        places = BodyPlaces()
+        places.large = Busy()
+        async with body_of(Request({"type": "http", "headers": []}, receive), 100, places) as whole:
             return whole
 
     assert asyncio.run(body()) == b"manymore"

@@ -67,11 +67,16 @@ def test_every_way_a_request_can_end(tmp_path: Path) -> None:
         "prefix_cache_hit_tokens": 0,
         "prefix_reuse_path": "none",
         "completion_tokens": 2 * (len(SECRET) + 1),
+        "model_thinking_tokens": 0,
+        "thinking_control_tokens": 0,
     }
     assert [choice["timings"]["decode_s"] for choice in done["choices"]] == [2.0, 2.0]
-    assert [choice["timings_by"] for choice in done["choices"]] == ["engine", "engine"]
+    assert all("thinking_budget" in line["request"] for line in seen)
+    assert all("model_thinking_tokens" in line["result"] for line in seen if line["event"] != "request_start")
     assert done["server_seconds"]["total"] >= done["server_seconds"]["prepare"] > 0
-    assert seen[3]["choices"][0]["timings_by"] == "server"
+    assert seen[3]["choices"][0]["stop_string"]
+    assert seen[3]["choices"][0]["timings"]["decode_s"] < 2, "the server's, up to the stop"
+    assert seen[3]["choices"][0]["timings"]["prefill_s"] == 0.5, "the engine's"
     assert seen[3]["choices"][0]["completion_tokens"] == 3
 
 

@@ -15,15 +15,11 @@ def test_health_is_the_engines(api: Api, state: str) -> None:
 
 
 def test_while_loading_models_are_listed_and_requests_told_to_come_back(api: Api) -> None:
-    state = api.served.state
-    ready, state.ready = state.ready, None
-    try:
-        assert api.http.get("/v1/models").json()["data"][0]["id"] == "M"
-        for reply in (api.post(), api.post(stream=True), api.post("/v1/completions"), api.http.get("/v1/load")):
-            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "model_loading")
-            assert reply.headers["retry-after"] == "2"
-    finally:
-        state.ready = ready
+    api.engine.state = "loading"
+    assert api.http.get("/v1/models").json()["data"][0]["id"] == "M"
+    for reply in (api.post(), api.post(stream=True), api.post("/v1/completions"), api.http.get("/v1/load")):
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "model_loading")
+        assert reply.headers["retry-after"] == "2"
 
 
 def test_models(api: Api) -> None:

@@ -8,7 +8,7 @@ import zmq
 
 from longlane.engine import process
 from longlane.engine.process import Link
-from longlane.types import Cancel, Fatal, FromEngine, Loading, Shutdown
+from longlane.types import ENGINE_FAULT, Cancel, Fatal, FromEngine, Loading, Shutdown
 from support.toy_engine import settings
 
 
@@ -23,16 +23,19 @@ def test_a_fault_at_start_is_told_to_the_parent(tmp_path):
     assert process.run(str(tmp_path), settings(), load) == 1
     frames = [msgspec.msgpack.decode(receiver.recv(), type=list[FromEngine]) for _ in range(2)]
     assert isinstance(frames[0][0], Loading)
-    assert frames[1] == [Fatal(message="RuntimeError: a fault at start", code="engine_fault")]
     receiver.close()
     context.term()
+    [fatal] = frames[1]
+    assert isinstance(fatal, Fatal)
+    assert (fatal.message, fatal.code) == ("RuntimeError: a fault at start", ENGINE_FAULT)
+    assert "in load" in fatal.traceback
 
 
 class Looping:
     """Engine and link of a service in one; the first message ends it."""
 
     def __init__(self, *, idle: bool, stalled: bool) -> None:
-        self.idle, self.stalled = idle, stalled
+        self.idle, self.stalled, self.busy = idle, stalled, False
         self.waits: list[float] = []
         self.closed = 0
 

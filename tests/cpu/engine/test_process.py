@@ -14,8 +14,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from longlane.config import FaultPolicy
 from longlane.engine.client import EngineClient
-from longlane.engine.supervisor import FaultPolicy
 from longlane.errors import EngineError, RequestError
 from longlane.types import Admitted, Finished, Loading, Request, Stats, Tokens
 from support.toy_engine import oracle, settings
@@ -29,10 +29,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def importable() -> Iterator[None]:
+def importable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(TESTS))
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("LONGLANE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
@@ -49,7 +50,7 @@ async def running(policy: FaultPolicy | None = None, **changes: object) -> Async
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def shared(importable: None) -> AsyncIterator[EngineClient]:
     """One engine for many tests, since each start imports torch. Whatever a test does to it, it comes back."""
-    policy = FaultPolicy(watchdog_s=6.0, max_restarts=10)
+    policy = FaultPolicy(watchdog_timeout=6.0, max_restarts=10)
     async with running(policy, max_concurrency=2, max_pending_requests=8) as client:
         yield client
 
@@ -141,7 +142,7 @@ async def test_a_client_that_leaves_frees_its_lane(engine):
 async def test_a_killed_engine_fails_its_requests_at_once_and_comes_back(engine):
     tasks = [asyncio.create_task(collect(engine, request(f"r{index}", SLOW, 4000))) for index in range(4)]
     await occupied(engine, 2)
-    restarts, killed = engine.restarts, time.monotonic()
+    restarts, killed = engine.health.restarts, time.monotonic()
     os.kill(engine.pid, signal.SIGKILL)
     errors = await asyncio.gather(*tasks, engine.stats(), return_exceptions=True)
     assert time.monotonic() - killed < 2
@@ -154,7 +155,7 @@ async def test_a_killed_engine_fails_its_requests_at_once_and_comes_back(engine)
     await until(lambda: engine.state == "ready")
     wanted = request("after")
     assert (await collect(engine, wanted))[0] == oracle(wanted).token_ids
-    assert engine.restarts == restarts + 1
+    assert engine.health.restarts == restarts + 1
 
 
 async def test_a_fault_in_a_step_restarts_the_engine_and_hides_its_innards(engine):
@@ -169,9 +170,9 @@ async def test_a_step_that_hangs_is_ended_by_the_watchdog(engine):
 
 
 async def test_an_idle_engine_shows_life(engine):
-    restarts = engine.restarts
+    restarts = engine.health.restarts
     await asyncio.sleep(8)
-    assert (engine.state, engine.restarts) == ("ready", restarts)
+    assert (engine.state, engine.health.restarts) == ("ready", restarts)
 
 
 async def test_an_engine_that_may_not_restart_is_left_dead():
@@ -188,7 +189,7 @@ async def test_a_start_that_fails_says_why_and_is_not_repeated():
     client = EngineClient(settings(model="missing"), command=COMMAND)
     with pytest.raises(EngineError, match="there is no model 'missing'") as failed:
         await client.start()
-    assert (failed.value.code, client.state, client.restarts) == ("invalid_checkpoint", "dead", 0)
+    assert (failed.value.code, client.state, client.health.restarts) == ("invalid_checkpoint", "dead", 0)
 
 
 @pytest.mark.parametrize("broken", ["no such program", "no room for its sockets"])
