@@ -16,7 +16,7 @@ def append(pages: KVPages, k: Tensor, v: Tensor, rows: Ragged) -> None:
         (v, encode_v, pages.v, pages.v_scale),
     ):
         fresh, scale = encode(pages.codec, x)
-        codes[rows.page, :, :, rows.offset] = fresh.unflatten(-1, (codes.shape[2], -1))
+        codes[rows.page, :, :, rows.offset] = fresh.view(len(fresh), codes.shape[1], codes.shape[2], -1)
         scales[rows.page, :, :, rows.offset] = scale
 
 
