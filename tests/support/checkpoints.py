@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from longlane.artifact.checkpoint import open_directory
+from longlane.artifact.inventory import inventory
 from longlane.kernels.linear import Weight
 
 Weights = dict[str, Weight]
@@ -118,3 +119,11 @@ def dense_weights(directory: Path) -> tuple[dict[str, Any], Weights]:
 def _tensor(piece: Weight) -> torch.Tensor:
     assert isinstance(piece, torch.Tensor)
     return piece
+
+
+def add_random_mtp(config: dict[str, Any], weights: Weights) -> None:
+    """Give a random dense model an MTP head, whose drafts are random too."""
+    generator = torch.Generator().manual_seed(5)
+    for item in inventory(config, ["mtp"]):
+        noise = torch.randn(item.shape, generator=generator)
+        weights[item.name] = noise * (0.3 if len(item.shape) == 1 else item.shape[-1] ** -0.5)

@@ -1,6 +1,6 @@
 """Engines over the hash model, the oracle they must equal, and a clock that stands still."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,17 +74,21 @@ def build(
     config: EngineConfig,
     *,
     pages: int,
+    model: HashModel | None = None,
     speculator: Guesser | None = None,
-    clock: Clock | None = None,
+    clock: Callable[[], float] | None = None,
     spare_slots: int | None = None,
     host: tuple[int, int] | None = None,
     disk: Disk | None = None,
     ledger: Ledger | None = None,
+    overlap: bool = False,
 ) -> Engine:
-    """`spare_slots` None runs without a prefix cache. host: rows for pages and states in the arena."""
+    """`spare_slots` None runs without a prefix cache. host: rows for pages and states in the arena. `overlap` has steps
+    land when the next one is asked for, as on a card."""
     slots = config.max_concurrency + (spare_slots or 0)
     caches = poisoned_caches(pages, slots)
-    runner = Runner(HashModel(), caches, torch.device("cpu"), VOCAB)
+    runner = Runner(model or HashModel(), caches, torch.device("cpu"), VOCAB)
+    runner.asynchronous = overlap
     pool, states = PagePool(pages), SlotPool(slots)
     memory = Memory(pool, states, config.max_context or 1 << 20)
     if spare_slots is not None:

@@ -1,6 +1,7 @@
 """Executes forward steps: owns the model, its caches and its device. The only place where the engine meets tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from longlane.engine.batch import Row, prefill_batch
 from longlane.engine.steps import Answer, Limits, Model, Steps
+from longlane.engine.timeline import Timeline
 from longlane.layers.batch import Caches
 from longlane.spec.mtp import MTPDrafter
 
@@ -17,7 +19,8 @@ class Runner:
 
     Steps are launched one at a time and end with `read` or `wait`; nothing else waits for the device, and it for
     nothing else than this stream. limits: sizes of the fixed buffers, by default as much as the caches could need.
-    last_step: what was asked of the device last, for a fault report; `on_step` hears of it before it is launched.
+    timeline: set one to measure. last_step: what was asked of the device last, for a fault report; `on_step` hears of
+    it before it is launched.
     """
 
     def __init__(
@@ -35,16 +38,14 @@ class Runner:
         self.vocab_size = vocab_size
         limits = limits or Limits(lanes=16, columns=16, pages=caches.kv[0].pages)
         self.steps = Steps(model, caches, limits, vocab_size, device, drafter, exact=device.type != "cuda")
+        # Whether a launch returns before the work is done.
+        self.asynchronous = device.type == "cuda"
         self._drafter = drafter
         self._chunk_done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._chunk_runs = False
+        self.timeline: Timeline | None = None
         self.last_step: dict[str, Any] = {"number": 0}
         self.on_step: Callable[[dict[str, Any]], None] = lambda step: None
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether a launch returns before the work is done."""
-        return self.device.type == "cuda"
 
     @property
     def done(self) -> bool:
@@ -66,11 +67,12 @@ class Runner:
     def prefill(self, row: Row, *, decides: bool) -> Tensor | None:
         """Start a chunk of a prompt. Logits [1, V] of its last token where that one `decides`."""
         self._note("prefill", [row])
-        batch = prefill_batch([row], self.device, self.steps.table_pages)
-        hidden = self.model.forward(batch, self.caches).hidden
-        if self._drafter:
-            self._drafter.observe(batch, hidden)
-        logits = self.model.logits(hidden[-1:]) if decides else None
+        with self._span():
+            batch = prefill_batch([row], self.device, self.steps.table_pages)
+            hidden = self.model.forward(batch, self.caches).hidden
+            if self._drafter:
+                self._drafter.observe(batch, hidden)
+            logits = self.model.logits(hidden[-1:]) if decides else None
         if self._chunk_done:
             self._chunk_done.record()
         self._chunk_runs = True
@@ -85,7 +87,8 @@ class Runner:
         """Start a round: every row's tokens and drafts."""
         self._note("verify" if max(row.columns for row in rows) > 1 else "decode", rows)
         self._chunk_runs = False
-        self.steps.launch(rows)
+        with self._span():
+            self.steps.launch(rows)
 
     def read(self) -> Answer:
         """Wait for the round."""
@@ -93,7 +96,11 @@ class Runner:
 
     def settle(self, accepted: Sequence[int]) -> None:
         """Move the round's states on by the first `accepted` columns of each row."""
-        self.steps.settle(accepted)
+        with self._span():
+            self.steps.settle(accepted)
+
+    def _span(self) -> AbstractContextManager[None]:
+        return self.timeline.span() if self.timeline else nullcontext()
 
     def _note(self, kind: str, rows: Sequence[Row]) -> None:
         self.last_step = {

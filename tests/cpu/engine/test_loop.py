@@ -63,13 +63,15 @@ def workloads(draw: st.DrawFn) -> tuple[list[tuple[int, Request]], dict[str, int
     return arrivals, cancels
 
 
-def check_invariance(workload, lanes: int, chunk: int, spare: int, drafts: int, wrong: int, floor: float) -> None:
+def check_invariance(
+    workload, lanes: int, chunk: int, spare: int, drafts: int, wrong: int, floor: float, overlap: bool
+) -> None:
     arrivals, cancels = workload
     longest = max(len(wanted.token_ids) + wanted.max_tokens for _, wanted in arrivals)
     pages = -(-longest // 64) + spare
     config = settings(max_concurrency=lanes, prefill_chunk=chunk, decode_floor=floor)
     speculator = Guesser(drafts, wrong) if drafts else None
-    engine, log = build(config, pages=pages, speculator=speculator, clock=Clock(tick=0.001)), Log()
+    engine, log = build(config, pages=pages, speculator=speculator, clock=Clock(tick=0.001), overlap=overlap), Log()
     paused = False
     for step in range(100_000):
         for at, wanted in arrivals:
@@ -99,21 +101,22 @@ workload_case = given(
     drafts=st.integers(0, 5),
     wrong=st.integers(1, 6),
     floor=st.sampled_from([0.0, 0.5, 0.9]),
+    overlap=st.booleans(),
 )
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 @workload_case
 @examples(max_examples=50, deadline=None, suppress_health_check=slow)
-def test_every_answer_is_that_of_a_run_alone(workload, lanes, chunk, spare, drafts, wrong, floor):
-    check_invariance(workload, lanes, chunk, spare, drafts, wrong, floor)
+def test_every_answer_is_that_of_a_run_alone(workload, lanes, chunk, spare, drafts, wrong, floor, overlap):
+    check_invariance(workload, lanes, chunk, spare, drafts, wrong, floor, overlap)
 
 
 @pytest.mark.nightly
 @workload_case
 @examples(max_examples=500, deadline=None, suppress_health_check=slow)
-def test_every_answer_is_that_of_a_run_alone_at_length(workload, lanes, chunk, spare, drafts, wrong, floor):
-    check_invariance(workload, lanes, chunk, spare, drafts, wrong, floor)
+def test_every_answer_is_that_of_a_run_alone_at_length(workload, lanes, chunk, spare, drafts, wrong, floor, overlap):
+    check_invariance(workload, lanes, chunk, spare, drafts, wrong, floor, overlap)
 
 
 def test_two_lanes_fill_the_pool_to_its_last_page_and_the_third_waits():

@@ -15,7 +15,7 @@ from longlane.models.decoder import Decoder
 from longlane.models.registry import build
 from longlane.spec.speculator import Speculator
 from longlane.types import Request, SamplingParams
-from support.checkpoints import random_llama, random_qwen
+from support.checkpoints import add_random_mtp, random_llama, random_qwen
 from support.toy_engine import Clock, run, settings
 
 VOCAB = 320
@@ -27,6 +27,7 @@ def model(request, tmp_path_factory) -> Decoder:
         _, config, weights = random_llama()
     else:
         _, config, weights = random_qwen(tmp_path_factory.mktemp("dense"), moe=False)
+        add_random_mtp(config, weights)
     return build(config, weights, dtype=torch.float64)
 
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from longlane.artifact.inventory import inventory
 from longlane.models.qwen3_5.mtp import carry_hidden, previous_hidden
 from longlane.models.registry import build
-from support.checkpoints import SIZES, random_qwen
+from support.checkpoints import SIZES, add_random_mtp, random_qwen
 from support.lanes import Lanes
 from support.mtp_oracle import MTPOracle
 
@@ -18,9 +17,7 @@ DRAFTS = 4
 def setup(tmp_path_factory):
     _, config, weights = random_qwen(tmp_path_factory.mktemp("mtp"), moe=False)
     generator = torch.Generator().manual_seed(5)
-    for item in inventory(config, ["mtp"]):
-        noise = torch.randn(item.shape, generator=generator)
-        weights[item.name] = noise * (0.3 if len(item.shape) == 1 else item.shape[-1] ** -0.5)
+    add_random_mtp(config, weights)
     weights["text/draft_head_token_ids"] = torch.randperm(320, generator=generator)[:100].int()
     weights["text/draft_head"] = weights["text/output_head"][weights["text/draft_head_token_ids"].long()]
     model = build(config, weights, dtype=torch.float64)

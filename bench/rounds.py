@@ -1,0 +1,114 @@
+"""Decode rounds of the 27B through the whole engine, random weights: seconds of a round, and how long the card waits.
+
+    PYTHONPATH=src:. python bench/rounds.py [--lanes 1 2 4] [--spec off mtp] [--context 8192] [--out results.json]
+
+Random weights accept next to no draft. A round of MTP drafting takes the same time whatever is accepted, so the rate
+at 3.0 tokens a round is 3 over its time, and is called so. Idle is the time between spans of device work as events on
+the card measure it, over the time of rounds.
+"""
+
+import argparse
+import gc
+import json
+import time
+from pathlib import Path
+
+import torch
+from bench.random_model import random_model
+
+from longlane.artifact.geometry import GEOMETRIES
+from longlane.config import EngineConfig
+from longlane.engine import startup
+from longlane.engine.loop import Engine
+from longlane.engine.timeline import Timeline
+from longlane.models.registry import LoadedModel
+from longlane.types import Loading, Request, SamplingParams
+
+
+class Loads:
+    """Prints how long each stage of a start took, and the memory it left."""
+
+    def __init__(self) -> None:
+        self.began, self.free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+
+    def __call__(self, loading: Loading) -> None:
+        if loading.done == loading.total:
+            free = torch.cuda.mem_get_info()[0]
+            print(f"  {loading.stage}: {time.perf_counter() - self.began:.1f} s, {(self.free - free) >> 20} MiB")
+        if loading.done in (0, loading.total):
+            self.began, self.free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+
+
+def start(loaded: LoadedModel, lanes: int, spec: str, context: int, **options: object) -> Engine:
+    config = EngineConfig(
+        model="random", max_concurrency=lanes, spec=spec, draft_tokens=3 if spec == "mtp" else None,
+        lm_head_draft=spec == "mtp", max_context=context + 2048, prefill_chunk=2048, prefix_reuse=False, **options,
+    )  # type: ignore[arg-type]  # fmt: skip
+    engine, ready = startup.assemble(
+        config, loaded, Path(), vocab_size=loaded.info.vocab_size, dtype="bf16", device=torch.device("cuda"),
+        progress=Loads(),
+    )  # fmt: skip
+    for pool in ready.plan.pools:
+        if pool.name == "CUDA graphs":
+            print(f"  planned for graphs: {pool.bytes >> 20} MiB ({pool.note})")
+    return engine
+
+
+def measure(engine: Engine, lanes: int, context: int, rounds: int) -> dict[str, float]:
+    """Rounds with every lane decoding at `context`."""
+    for lane in range(lanes):
+        prompt = torch.randint(0, 200_000, (context,), generator=torch.Generator().manual_seed(lane)).tolist()
+        sampling = SamplingParams(temperature=0.0)
+        engine.submit(Request(id=str(lane), token_ids=prompt, max_tokens=2048, sampling=sampling))
+    while engine.stats().prefilling or not engine.stats().running:
+        engine.step()
+    for _ in range(5):
+        engine.step()
+    engine._runner.timeline = timeline = Timeline()
+    before, began = engine.stats().decode_tokens, time.perf_counter()
+    for _ in range(rounds):
+        engine.step()
+    work, gaps = timeline.take()
+    wall = time.perf_counter() - began
+    tokens = engine.stats().decode_tokens - before
+    engine._runner.timeline = None
+    for lane in range(lanes):
+        engine.cancel(str(lane))
+    while not engine.idle:
+        engine.step()
+    return {"round_s": wall / rounds, "idle": gaps / (work + gaps), "gap_us": gaps / rounds * 1e6, "tokens": tokens}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lanes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--spec", nargs="+", default=["off", "mtp"])
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--geometry", default="qwen3.8-27b")
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    loaded = random_model(GEOMETRIES[arguments.geometry], "cuda")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    results = []
+    for spec in arguments.spec:
+        for lanes in arguments.lanes:
+            engine = start(loaded, lanes, spec, arguments.context)
+            row = measure(engine, lanes, arguments.context, arguments.rounds)
+            rate = (3 if spec == "mtp" else 1) * lanes / row["round_s"]
+            print(
+                f"lanes {lanes} {spec:4s} at {arguments.context}: round {row['round_s'] * 1e3:7.3f} ms, "
+                f"{rate:6.1f} tok/s{' at 3.0 tokens a round' * (spec == 'mtp')}, "
+                f"card idle {row['idle']:.1%} ({row['gap_us']:.0f} us a round)"
+            )
+            results.append({"lanes": lanes, "spec": spec, "context": arguments.context, **row})
+            del engine
+            gc.collect()
+            torch.cuda.empty_cache()
+    if arguments.out:
+        header = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rounds": arguments.rounds}
+        arguments.out.write_text(json.dumps({**header, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Rounds over fixed buffers: rounding up to captured shapes disturbs nobody, and every shape in use was captured."""
+
+from collections.abc import Callable, Hashable, Sequence
+
+import pytest
+import torch
+
+from longlane.engine.loop import Engine
+from longlane.engine.runner import Runner
+from longlane.engine.steps import Limits, Steps
+from longlane.layers.batch import new_caches
+from longlane.memory.manager import Memory
+from longlane.memory.pages import PagePool
+from longlane.memory.plan import captured_sizes
+from longlane.memory.states import SlotPool
+from longlane.models.decoder import Decoder
+from longlane.models.registry import build
+from longlane.spec.speculator import Speculator
+from longlane.types import Request, SamplingParams
+from support.checkpoints import add_random_mtp, random_qwen
+from support.toy_engine import Clock, Log, run, settings
+
+VOCAB, LANES, CONTEXT = 320, 5, 192
+SPECS = ["off", "mtp", "mtp+lookup"]
+
+
+class Recorded:
+    """In the place of `Graphs`: keeps the bodies that were captured, and replays no others."""
+
+    def __init__(self) -> None:
+        self.bodies: dict[Hashable, Callable[[], None]] = {}
+        self.replayed: set[Hashable] = set()
+
+    def capture(self, bodies: Sequence[tuple[Hashable, Callable[[], None]]]) -> None:
+        for key, body in bodies:
+            assert key not in self.bodies
+            body()
+            self.bodies[key] = body
+
+    def replay(self, key: Hashable) -> None:
+        self.replayed.add(key)
+        self.bodies[key]()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Decoder:
+    _, config, weights = random_qwen(tmp_path_factory.mktemp("dense"), moe=False)
+    add_random_mtp(config, weights)
+    return build(config, weights, dtype=torch.float64)
+
+
+def engine(model: Decoder, spec: str, *, exact: bool) -> Engine:
+    config = settings(max_concurrency=LANES, spec=spec, draft_tokens=None, max_context=CONTEXT)
+    caches = new_caches(model.spec, pages=16, slots=LANES + 1, codec="float64", dtype=torch.float64, device="cpu")
+    # Scratch stays finite, as it is from the start: every page and slot that somebody owns is poisoned.
+    for buffer in [*caches.page_planes(), *caches.slot_planes()]:
+        buffer[1:] = torch.nan
+    speculator = None if spec == "off" else Speculator(config, model.mtp, caches)
+    drafter = speculator.drafter if speculator else None
+    limits = Limits(lanes=LANES, columns=(speculator.max_drafts if speculator else 0) + 1, pages=CONTEXT // 64)
+    runner = Runner(model, caches, torch.device("cpu"), VOCAB, drafter, limits)
+    runner.steps = Steps(model, caches, limits, VOCAB, torch.device("cpu"), drafter, exact=exact)
+    return Engine(runner, Memory(PagePool(15), SlotPool(LANES), CONTEXT), config, speculator, Clock())
+
+
+def requests() -> list[Request]:
+    """Five that end at different times, one of them where the longest context does."""
+    made = []
+    for index, (prompt, count) in enumerate([(1, 9), (63, 14), (64, 3), (150, 42), (65, 6)]):
+        made.append(
+            Request(
+                id=f"r{index}",
+                token_ids=[(7 * index + i % (5 + index)) % VOCAB for i in range(prompt)],
+                max_tokens=count,
+                sampling=SamplingParams(temperature=0.0 if index % 2 else 0.7, seed=index),
+            )
+        )
+    return made
+
+
+def answers(engine: Engine) -> Log:
+    for request in requests():
+        engine.submit(request)
+    log = run(engine)
+    assert engine.stats(check=True).integrity == []
+    return log
+
+
+@pytest.fixture(scope="module")
+def plain(model) -> dict[str, list[int]]:
+    return answers(engine(model, "off", exact=True)).tokens
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_rounding_up_changes_no_token(model, plain, spec):
+    log = answers(engine(model, spec, exact=False))
+    assert log.tokens == plain
+    assert len(log.tokens["r3"]) == 42
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_whatever_runs_was_captured(model, plain, spec):
+    made, recorded = engine(model, spec, exact=False), Recorded()
+    made._runner.steps._graphs = recorded
+    for rows in made._runner.steps.row_sizes:
+        made._runner.steps.warm_up(rows, capture=True)
+    assert made._runner.steps.graphed
+    assert answers(made).tokens == plain
+    kinds = {kind for kind, _, _ in recorded.replayed}
+    assert kinds == ({"step"} if spec == "off" else {"step", "settle", "propose"})
+    assert len({rows for _, rows, _ in recorded.replayed}) >= 3
+
+
+def test_a_step_is_described_before_it_runs(model):
+    made, heard = engine(model, "mtp", exact=True), []
+    made._runner.on_step = heard.append
+    answers(made)
+    assert [step["number"] for step in heard] == list(range(1, len(heard) + 1))
+    assert {step["kind"] for step in heard} == {"prefill", "decode", "verify"}
+    widest = max(heard, key=lambda step: step["rows"])
+    assert len(widest["columns"]) == len(widest["contexts"]) == widest["rows"] >= 3
+    assert not widest["graphed"]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 12, 16])
+def test_captured_sizes_rise_to_the_limit(limit):
+    sizes = captured_sizes(limit)
+    assert sizes[0] == 1
+    assert sizes[-1] == limit
+    assert sizes == sorted(set(sizes))

@@ -1,0 +1,110 @@
+"""The engine on the card: graphs equal the eager run token for token, overlapped or not, and take what was planned."""
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from longlane.config import EngineConfig
+from longlane.engine import startup
+from longlane.engine.loop import Engine
+from longlane.types import Request, SamplingParams
+from support.toy_engine import Clock, Log
+
+VOCAB = 256
+CONFIG = EngineConfig(
+    model="tiny",
+    device="cuda",
+    max_context=1024,
+    max_concurrency=4,
+    spec="mtp",
+    draft_tokens=3,
+    max_pending_requests=999,
+)
+
+
+def load(config: EngineConfig) -> Engine:
+    """On a clock that stands still: every chunk is as long as it may be, in any run."""
+    engine, _ = startup.load(config, lambda loading: None)
+    engine._clock = Clock()
+    return engine
+
+
+def workload(lanes: int, steps: int) -> list[tuple[int, Request, int]]:
+    """(step of arrival, request, step of its cancellation), enough to keep `lanes` busy."""
+    rng = random.Random(lanes)
+    asks = []
+    for index in range(lanes * steps // 20):
+        motif = [rng.randrange(VOCAB) for _ in range(rng.choice([3, 17, 60]))]
+        sampling = SamplingParams(temperature=rng.choice([0.0, 0.0, 0.0, 0.8]), top_p=0.9, seed=index)
+        request = Request(
+            id=f"r{index}",
+            token_ids=(motif * 200)[: rng.choice([1, 5, 63, 65, 300, 700])],
+            max_tokens=rng.choice([1, 10, 60, 200, 300]),
+            sampling=sampling,
+        )
+        at = 20 * (index // lanes)
+        asks.append((at, request, at + rng.randrange(4, 40) if rng.random() < 0.2 else steps))
+    return asks
+
+
+def serve(engine: Engine, asks: list[tuple[int, Request, int]], steps: int) -> Log:
+    log = Log()
+    for step in range(steps):
+        for at, request, until in asks:
+            if at == step:
+                engine.submit(request)
+            if until == step:
+                engine.cancel(request.id)
+        log.take(engine.step())
+    for request_id in [*engine._running, *engine._waiting]:
+        engine.cancel(request_id)
+    while not engine.idle:
+        log.take(engine.step())
+    assert engine.stats(check=True).integrity == []
+    return log
+
+
+@cache
+def answers(lanes: int, graphs: bool, overlap: bool) -> tuple[dict, dict, int]:
+    steps = 1000
+    engine = load(replace(CONFIG, max_concurrency=lanes, cuda_graph=graphs, overlap=overlap))
+    assert engine._runner.steps.graphed == graphs
+    log = serve(engine, workload(lanes, steps), steps)
+    ends = {id: (end.reason, end.timings.accepted_tokens) for id, end in log.finished.items()}
+    return log.tokens, ends, engine.stats().decode_tokens
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_graphs_equal_eager_over_a_thousand_steps(lanes):
+    tokens, ends, decoded = answers(lanes, graphs=True, overlap=True)
+    assert (tokens, ends, decoded) == answers(lanes, graphs=False, overlap=True)
+    assert decoded > 1000 * lanes / 2
+    assert sum(accepted for _, accepted in ends.values()) > decoded / 10
+    assert {reason for reason, _ in ends.values()} == {"length", "cancelled"}
+
+
+def test_overlap_changes_no_token_of_a_request_that_ends():
+    """Steps of the two runs do not coincide, so only requests that nobody cancels are the same."""
+    asks = [(at, request, 10**9) for at, request, _ in workload(4, 120)]
+    logs = [serve(load(replace(CONFIG, overlap=overlap)), asks, 1500) for overlap in (True, False)]
+    assert logs[0].tokens == logs[1].tokens
+    assert len(logs[0].finished) == len(asks)
+
+
+def test_capture_stays_within_the_plan(capsys):
+    free, reserved = [], []
+
+    def look(loading):
+        if loading.stage == "capturing steps":
+            free.append(torch.cuda.mem_get_info()[0])
+            reserved.append(torch.cuda.memory_reserved())
+
+    _, ready = startup.load(replace(CONFIG, max_concurrency=8), look)
+    [planned] = [pool for pool in ready.plan.pools if pool.name == "CUDA graphs"]
+    taken, pool = free[0] - free[-1], reserved[-1] - reserved[0]
+    with capsys.disabled():
+        print(f"\n{planned.note}: {taken >> 20} MiB, {pool >> 20} of them in the pool, planned {planned.bytes >> 20}")
+    assert 0 < taken <= planned.bytes
