@@ -109,10 +109,11 @@ class DraftLoop:
         columns = [row * width + column for row, run in enumerate(runs) for column in range(len(run))]
         decisions = decide_rows(self.model.logits(output.hidden[columns]), drafts, [lane.row for lane in lanes])
         committed = [decision.accepted + 1 for decision in decisions]
-        self.model.fold(batch, self.caches, output.records, torch.tensor(committed, device=self.device))
+        kept = torch.tensor(committed, device=self.device)
+        self.model.fold(batch, self.caches, output.records, kept)
         if speculator:
             if speculator.drafter:
-                speculator.drafter.observe(batch, output.hidden, torch.tensor(committed))
+                speculator.drafter.observe(batch, output.hidden, kept)
             speculator.judge([lane.draft for lane in lanes], list(map(len, drafts)), committed)
         for lane, own, count in zip(lanes, drafts, committed, strict=True):
             lane.length += count

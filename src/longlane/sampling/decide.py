@@ -119,8 +119,8 @@ def draw_ahead(
     # From pinned memory a copy does not wait for what the device is still doing.
     parameters = torch.tensor(columns, dtype=torch.float64, pin_memory=logits.is_cuda)
     parameters = parameters.to(logits.device, non_blocking=True).T.contiguous()
-    ids = sampling.draw_rows(logits, parameters)
-    return torch.stack((ids.double(), logits.amax(dim=1).double()))
+    ids, peaks = sampling.draw_rows(logits, parameters)
+    return torch.stack((ids.double(), peaks.double()))
 
 
 def _run(logits: Tensor, drafts: Sequence[int], row: RowState, chosen: list[tuple[int, float]]) -> Decision:

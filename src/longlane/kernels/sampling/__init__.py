@@ -17,9 +17,9 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return ids, logits.gather(1, ids[:, None])[:, 0]
 
 
-def draw_rows(logits: Tensor, parameters: Tensor) -> Tensor:
-    """logits [C, V] float32 or float64 -> the id [C] int64 that each row draws by `naive.draw`. In float32 on a card
-    nothing waits for the device.
+def draw_rows(logits: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [C, V] float32 or float64 -> the id [C] int64 that each row draws by `naive.draw`, and its largest logit
+    as in `greedy`. In float32 on a card nothing waits for the device.
 
     parameters [5, C] float64 on the device of the logits: uniform number, temperature (0 is greedy), top_k, top_p,
     min_p. What a row with NaN or infinity draws means nothing.
@@ -27,4 +27,4 @@ def draw_rows(logits: Tensor, parameters: Tensor) -> Tensor:
     ids, peaks = greedy(logits)
     kernels = cpu if logits.dtype == torch.float64 else route("sampling", logits)
     drawn = kernels.draw_columns(logits, peaks, parameters)
-    return torch.where(parameters[1] > 0, drawn, ids)
+    return torch.where(parameters[1] > 0, drawn, ids), peaks

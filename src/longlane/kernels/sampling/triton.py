@@ -4,6 +4,8 @@ Every filter keeps a prefix of the order (logit descending, id ascending), and t
 mass of the prefix passes a number. So all of them are one question: which is the shortest prefix with so much of a
 measure, of tokens for `top_k`, of mass for the others? Tokens are binned by their distance from the best logit
 (`_count`), put beside those of their bin (`_gather`), and the end of a prefix is looked for in one bin (`_select`).
+Tokens that cannot be drawn are left out of the bins: of the largest logits of all blocks of a column, the k-th is one
+that its k best tokens reach (`_heights`).
 
 Masses are float64 weights in fixed point, 2^-SHIFT of the best token's, so that their sums do not depend on an order,
 and a draw on nothing but its own column. The oracle sums in float64: a draw may differ from its where the number
@@ -20,6 +22,8 @@ BINS = 4096
 _PER_LOGIT = tl.constexpr(64)
 # Tokens a program of the passes over the vocabulary takes, and those that `_select` looks at together.
 _BLOCK, _TILE = 2048, 512
+# Blocks whose largest logits are compared, all pairs of them; `top_k` above it bins every token.
+_BLOCKS = 128
 
 
 @triton.jit
@@ -46,33 +50,59 @@ def _rank(x, token):
 
 
 @triton.jit
-def _count(
-    logits, peaks, parameters, counts, masses, stride, V, columns,
-    SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """counts, masses [columns, BINS]: tokens of each bin, and their mass."""
+def _heights(logits, heights, stride, V, BLOCK: tl.constexpr):
+    """heights [columns, blocks]: the largest logit of each block."""
     column = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < V
-    x = tl.load(logits + column * stride + i, mask=inside, other=-float("inf"))
-    peak = tl.load(peaks + column)
-    temperature, min_p = tl.load(parameters + columns + column), tl.load(parameters + 4 * columns + column)
-    mass = _mass(x, peak, temperature, min_p, SHIFT)
-    place = column * BINS + _bin(x, peak, BINS)
-    tl.atomic_add(counts + place, 1, mask=inside)
-    tl.atomic_add(masses + place, mass, mask=inside & (mass > 0))
+    x = tl.load(logits + column * stride + i, mask=i < V, other=-float("inf"))
+    tl.store(heights + column * tl.num_programs(0) + tl.program_id(0), tl.max(x))
 
 
 @triton.jit
-def _gather(logits, peaks, free, order, stride, V, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    """order [columns, V]: ids bin by bin, in no order within one. free [columns, BINS]: where a bin's next id goes."""
-    column = tl.program_id(1).to(tl.int64)
+def _block(
+    logits, peaks, heights, parameters, stride, V, columns,
+    SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """(ids, bins, masses, whether it may be drawn) of the tokens of a program's block."""
+    blocks, column = tl.num_programs(0), tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < V
-    x = tl.load(logits + column * stride + i, mask=inside, other=-float("inf"))
-    bin = _bin(x, tl.load(peaks + column), BINS)
-    place = tl.atomic_add(free + column * BINS + bin, 1, mask=inside)
-    tl.store(order + column * V + place, i, mask=inside)
+    x = tl.load(logits + column * stride + i, mask=i < V, other=-float("inf"))
+    peak, parameters = tl.load(peaks + column), parameters + column
+    temperature, min_p = tl.load(parameters + columns), tl.load(parameters + 4 * columns)
+    top_k = tl.load(parameters + 2 * columns)
+    mass = _mass(x, peak, temperature, min_p, SHIFT)
+    wanted = mass > 0
+    if (top_k > 0) & (top_k < V):
+        # `top_k` counts tokens without mass too.
+        block = tl.arange(0, BLOCKS)
+        height = tl.load(heights + column * blocks + block, mask=block < blocks, other=-float("inf"))
+        reach = tl.sum((height[None, :] >= height[:, None]).to(tl.int32), axis=1)
+        wanted = x >= tl.max(tl.where(reach >= top_k, height, -float("inf")))
+    return i, _bin(x, peak, BINS), mass, wanted & (i < V)
+
+
+@triton.jit
+def _count(
+    logits, peaks, heights, parameters, counts, masses, stride, V, columns,
+    SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """counts, masses [columns, BINS]: tokens of each bin, and their mass."""
+    _, bin, mass, wanted = _block(logits, peaks, heights, parameters, stride, V, columns, SHIFT, BINS, BLOCK, BLOCKS)
+    place = tl.program_id(1).to(tl.int64) * BINS + bin
+    tl.atomic_add(counts + place, 1, mask=wanted)
+    tl.atomic_add(masses + place, mass, mask=wanted & (mass > 0))
+
+
+@triton.jit
+def _gather(
+    logits, peaks, heights, parameters, free, order, stride, V, columns,
+    SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """order [columns, V]: ids bin by bin, in no order within one. free [columns, BINS]: where a bin's next id goes."""
+    i, bin, _, wanted = _block(logits, peaks, heights, parameters, stride, V, columns, SHIFT, BINS, BLOCK, BLOCKS)
+    column = tl.program_id(1).to(tl.int64)
+    place = tl.atomic_add(free + column * BINS + bin, 1, mask=wanted)
+    tl.store(order + column * V + place, i, mask=wanted)
 
 
 @triton.jit
@@ -162,11 +192,13 @@ def draw_columns(logits: Tensor, peaks: Tensor, parameters: Tensor) -> Tensor:
     masses = torch.zeros(columns, BINS, dtype=torch.int64, device=logits.device)
     order = torch.empty(columns, size, dtype=torch.int32, device=logits.device)
     out = torch.empty(columns, dtype=torch.int64, device=logits.device)
-    grid, stride = (triton.cdiv(size, _BLOCK), columns), logits.stride(0)
-    _count[grid](logits, peaks, parameters, counts, masses, stride, size, columns, SHIFT=shift, BINS=BINS, BLOCK=_BLOCK)
+    grid = (triton.cdiv(size, _BLOCK), columns)
+    heights = torch.empty(columns, grid[0], device=logits.device)
+    source, sizes = (logits, peaks, heights, parameters), (logits.stride(0), size, columns)
+    shape = {"SHIFT": shift, "BINS": BINS, "BLOCK": _BLOCK, "BLOCKS": triton.next_power_of_2(min(grid[0], _BLOCKS))}
+    _heights[grid](logits, heights, logits.stride(0), size, BLOCK=_BLOCK)
+    _count[grid](*source, counts, masses, *sizes, **shape)
     ends, masses = counts.cumsum(1, dtype=torch.int32), masses.cumsum(1)
-    _gather[grid](logits, peaks, ends - counts, order, stride, size, BINS=BINS, BLOCK=_BLOCK)
-    _select[(columns,)](
-        logits, peaks, parameters, order, ends, masses, out, stride, size, columns, SHIFT=shift, BINS=BINS, TILE=_TILE
-    )
+    _gather[grid](*source, ends - counts, order, *sizes, **shape)
+    _select[(columns,)](logits, peaks, parameters, order, ends, masses, out, *sizes, SHIFT=shift, BINS=BINS, TILE=_TILE)
     return out
