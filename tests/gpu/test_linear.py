@@ -49,8 +49,11 @@ def test_dense() -> None:
 
 def test_paired() -> None:
     weight = packed("q4_g64_fp16", 192, 256)
+    dense = torch.randn(192, 256, device="cuda").bfloat16()
     for columns in (3, 16, 40):
-        check(torch.randn(columns, 256, device="cuda").bfloat16(), tile(weight, paired=True), naive.dequantize(weight))
+        x = torch.randn(columns, 256, device="cuda").bfloat16()
+        check(x, tile(weight, paired=True), naive.dequantize(weight))
+        check(x, tile(dense, paired=True), dense.float())
 
 
 @pytest.mark.parametrize("name", FORMATS[:4])

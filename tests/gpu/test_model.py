@@ -51,15 +51,17 @@ def cut(name: str, layers: int, **sizes: Any) -> dict[str, Any]:
     }
 
 
+SMALL = cut("qwen3.8-27b", 4, hidden_size=1024, intermediate_size=1536)
 GEOMETRY = {
-    "27b": cut("qwen3.8-27b", 4, hidden_size=1024, intermediate_size=1536),
+    "27b": SMALL,
+    "27b in bf16": SMALL,
     "35b-a3b": cut("qwen3.6-35b-a3b", 4, hidden_size=512, num_experts=16, num_experts_per_tok=4),
 }
 
 
 @cache
 def randomly(name: str) -> LoadedModel:
-    return random_model(GEOMETRY[name], "cuda")
+    return random_model(GEOMETRY[name], "cuda", weights="bf16" if "bf16" in name else "groupwise-int")
 
 
 def tokens_of(count: int, seed: int) -> list[int]:

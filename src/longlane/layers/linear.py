@@ -44,17 +44,16 @@ class Linear:
 class Embedding:
     """ids [N] int64 -> [N, H]."""
 
-    def __init__(self, params: Parameters, name: str) -> None:
-        self.table = params.table(name)
+    def __init__(self, table: Prepared) -> None:
+        self.table = table
 
     def __call__(self, ids: Tensor) -> Tensor:
         return rows(self.table, ids)
 
 
-def output_head(params: Parameters, name: str, embedding: Embedding, tied: str) -> Linear:
-    """The output matrix `name`, or the embedding's `tied` where a checkpoint has none of its own."""
-    if params.has(name):
-        return Linear.of(params, name)
-    if embedding.table.dense is not None and not params.tiled:
-        return Linear([embedding.table])
-    return Linear.of(params, tied)
+def embedding_and_head(params: Parameters, embedding: str, head: str) -> tuple[Embedding, Linear]:
+    """Both ends of a model. Where a checkpoint has no `head` of its own, one matrix serves as both."""
+    if params.has(head):
+        return Embedding(params.table(embedding)), Linear.of(params, head)
+    shared = Linear.of(params, embedding)
+    return Embedding(shared.parts[0]), shared

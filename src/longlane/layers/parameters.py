@@ -7,7 +7,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from longlane.kernels.linear import Prepared, Weight, on_tiles, prepare, table
+from longlane.kernels.linear import Prepared, Weight, prepare, table
 
 
 @dataclass(slots=True)
@@ -32,11 +32,6 @@ class Parameters:
     def at(self, prefix: str) -> "Parameters":
         return replace(self, prefix=f"{self.prefix}{prefix}/")
 
-    @property
-    def tiled(self) -> bool:
-        """Whether `prepare` makes tiles."""
-        return self.packed and on_tiles(self.device, self.dtype)
-
     def has(self, name: str) -> bool:
         return self.prefix + name in self.weights
 
@@ -57,7 +52,7 @@ class Parameters:
         return placed
 
     def table(self, name: str) -> Prepared:
-        """A matrix whose rows are gathered."""
+        """A matrix whose rows are gathered, and that multiplies nothing."""
         placed = table(self.matrix(name), device=self.device, dtype=self.dtype)
         self.resident.nbytes += placed.nbytes
         return placed

@@ -124,6 +124,9 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
     # The widest activations of a chunk, their float32 twin in the recurrent layers, and the logits of a decode step.
     workspace = req.prefill_chunk * VALUE_BYTES[req.dtype] * (2 * req.width + 6 * max(spec.conv_channels, spec.hidden))
     workspace += req.lanes * columns * req.vocab_size * 4
+    if req.driver_bytes:
+        # A card unpacks the matrices of a chunk one after another to bf16; the largest has the widest result.
+        workspace += 2 * req.width * spec.hidden
     pools = [Pool(name=f"weights: {part}", bytes=size) for part, size in req.weights.items() if size]
     if spec.gdn_layers:
         images, image = req.lanes + req.state_slots + 1, state_bytes(spec, req.dtype, req.gdn_state)

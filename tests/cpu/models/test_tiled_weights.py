@@ -8,7 +8,6 @@ from longlane.artifact.inventory import inventory
 from longlane.kernels import linear as products
 from longlane.kernels.linear import prepare
 from longlane.kernels.linear.tiles import Tiles
-from longlane.layers import parameters
 from longlane.layers.linear import Linear
 from longlane.models.qwen3_5.mtp import previous_hidden
 from longlane.models.registry import build
@@ -27,8 +26,7 @@ BF16 = torch.bfloat16
 @pytest.fixture
 def card(monkeypatch):
     """Take the CPU for a card."""
-    for module in (products, parameters):
-        monkeypatch.setattr(module, "on_tiles", lambda device, dtype: dtype == BF16)
+    monkeypatch.setattr(products, "on_tiles", lambda device, dtype: dtype == BF16)
     monkeypatch.setattr(products, "_gpu", lambda: tiled.KERNELS)
 
 
@@ -66,16 +64,21 @@ def test_a_tiled_model_computes_what_its_weights_decode_to(config, card):
         assert (got - full).norm() < allowed * full.norm()
 
 
-def test_resident_bytes_are_those_of_all_tiles_and_tables(card):
-    weights = stored(DENSE)
-    model = build(DENSE, weights, dtype=BF16, packed=True)
+@pytest.mark.parametrize("config", [DENSE, TIED], ids=["dense", "tied"])
+def test_resident_bytes_are_those_of_all_tiles_and_the_table(config, card):
+    weights = stored(config)
+    model = build(config, weights, dtype=BF16, packed=True)
     blocks = [*model.blocks, model.mtp.block]
     linears = [part for block in blocks for layer in (block.mixer, block.mlp) for part in vars(layer).values()]
     linears += [model.head, model.mtp.input_projection, model.mtp.draft_head]
     tiles = [part.tiles for linear in linears if isinstance(linear, Linear) for part in linear.parts]
     assert all(isinstance(part, Tiles) for part in tiles)
-    matrices = sum(part.nbytes for part in tiles) + model.embedding.table.nbytes
-    assert model.embedding.table.packed is not None
+    matrices = sum(part.nbytes for part in tiles)
+    if config is TIED:
+        assert model.embedding.table is model.head.parts[0]
+    else:
+        assert model.embedding.table.packed is not None
+        matrices += model.embedding.table.nbytes
     small = sum(w.numel() * (8 if "token_ids" in name else 4) for name, w in weights.items() if is_vector(name, w))
     assert model.weight_bytes == matrices + small
 
@@ -98,6 +101,15 @@ def test_a_pair_yields_silu_of_its_gate_times_up(name, rows, card):
     assert (out[:, 3 : 3 + rows // 2] - want).norm() < 0.01 * want.norm()
     assert out[:, :3].isnan().all()
     assert out[:, 3 + rows // 2 :].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["q4_g64_fp16", "q8_g32_fp16", "q4_1_g32_fp16"])
+def test_rows_are_gathered_from_tiles(name, card, monkeypatch):
+    monkeypatch.setattr(products, "_GATHERED", 3)
+    weight, values = random_weight(name, 45, 192)
+    ids = torch.tensor([[44, 0, 15], [16, 31, 31]])
+    gathered = products.rows(prepare(weight, device="cpu", dtype=BF16, packed=True), ids)
+    assert torch.equal(gathered, values[ids].float().to(BF16))
 
 
 def test_only_a_card_in_bfloat16_has_tiles():

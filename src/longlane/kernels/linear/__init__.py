@@ -1,5 +1,5 @@
-"""y = x W^T for dense and packed weights: `prepare` once at load, then `linear` each step. `table` and `rows` are for
-matrices whose rows are gathered."""
+"""y = x W^T for dense and packed weights: `prepare` once at load, then `linear` each step. `rows` gathers rows, `table`
+prepares for that alone."""
 
 import functools
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ __all__ = ["GROUP", "PackedWeight", "Prepared", "Weight", "linear", "on_tiles", 
 # The widest decode or verify step is 16 lanes of 16 columns. Up to here weights are streamed, which computes a column
 # the same way whatever stands beside it; a dense product of the library does not.
 _INDEPENDENT = 256
+# Rows unpacked at a time when they are gathered from tiles, each with the 15 that share its block.
+_GATHERED = 512
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,9 @@ def rows(prepared: Prepared, ids: Tensor) -> Tensor:
     """Rows `ids` [...] int64 of the matrix -> [..., K] in `prepared.dtype`; unpacks no more than those rows."""
     if prepared.dense is not None:
         return functional.embedding(ids, prepared.dense)
-    assert prepared.packed is not None, "tiles are for products; prepare a table to gather from"
+    if prepared.tiles is not None:
+        return _rows_of_tiles(prepared.tiles, ids.reshape(-1)).reshape(*ids.shape, prepared.shape[1])
+    assert prepared.packed is not None
     taken = _dequantize(prepared.packed.take(ids.reshape(-1)), prepared.dtype)
     return taken.reshape(*ids.shape, prepared.shape[1])
 
@@ -139,6 +143,18 @@ def _multiply_tiles(x: Tensor, tiles: Tiles, out: Tensor | None) -> Tensor:
     product = kernels.stream if len(x) <= _INDEPENDENT else kernels.linear
     result: Tensor = product(x, tiles, out=out)
     return result
+
+
+def _rows_of_tiles(tiles: Tiles, ids: Tensor) -> Tensor:
+    """[n, K]. Unpacks the blocks of 16 rows that hold them."""
+    assert not tiles.paired
+    parts = []
+    for start in range(0, len(ids), _GATHERED):
+        some = ids[start : start + _GATHERED]
+        blocks = Tiles(tiles.kind, (ROWS * len(some), tiles.shape[1]), tiles.data[some // ROWS])
+        dense: Tensor = _gpu().expand(blocks)
+        parts.append(dense[torch.arange(0, len(dense), ROWS, device=ids.device) + some % ROWS])
+    return torch.cat(parts)
 
 
 def _gpu() -> ModuleType:

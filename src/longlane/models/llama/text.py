@@ -8,7 +8,7 @@ from longlane.kernels.linear import Weight
 from longlane.layers.attention import Attention, Heads
 from longlane.layers.batch import CacheSpec
 from longlane.layers.block import Block
-from longlane.layers.linear import Embedding, output_head
+from longlane.layers.linear import embedding_and_head
 from longlane.layers.mlp import MLP
 from longlane.layers.norm import RMSNorm
 from longlane.layers.parameters import Parameters
@@ -28,17 +28,17 @@ def build(
     packed: bool = False,
 ) -> Decoder:
     """The model on `device`, computing in `dtype`. Raises CheckpointError when weights and config disagree."""
-    head = {"text/output_head": (config.vocab_size, config.hidden_size)}
-    required = shapes(config) | ({} if config.tie_word_embeddings else head)
-    check_weights(weights, required, head, ignored=())
+    untied = {"text/output_head": (config.vocab_size, config.hidden_size)}
+    required = shapes(config) | ({} if config.tie_word_embeddings else untied)
+    check_weights(weights, required, untied, ignored=())
     params = Parameters(weights, device, dtype, "text/", packed)
-    embedding = Embedding(params, "token_embedding")
+    embedding, head = embedding_and_head(params, "token_embedding", "output_head")
     model = Decoder(
         spec=cache_spec(config),
         embedding=embedding,
         blocks=[_block(config, params.at(f"layers/{layer}"), layer) for layer in range(config.num_hidden_layers)],
         final_norm=_norm(config, params, "final_norm"),
-        head=output_head(params, "output_head", embedding, "token_embedding"),
+        head=head,
         rope=Rope(config.head_dim, config.rope_theta, dtype, device),
         weight_bytes=params.resident.nbytes,
     )

@@ -13,7 +13,7 @@ from longlane.layers.attention import GatedAttention, Heads
 from longlane.layers.batch import CacheSpec
 from longlane.layers.block import Block, Mixer
 from longlane.layers.gated_delta_net import GatedDeltaNet
-from longlane.layers.linear import Embedding, Linear, output_head
+from longlane.layers.linear import Embedding, Linear, embedding_and_head
 from longlane.layers.mlp import MLP
 from longlane.layers.moe import MoE
 from longlane.layers.norm import RMSNorm
@@ -42,8 +42,7 @@ def build(
     """
     _check(config, weights)
     params = Parameters(weights, device, dtype, "text/", packed)
-    embedding = Embedding(params, "token_embedding")
-    head = output_head(params, "output_head", embedding, "token_embedding")
+    embedding, head = embedding_and_head(params, "token_embedding", "output_head")
     rope_parameters = config.rope_parameters
     rope = Rope(config.rotary_dim, rope_parameters.rope_theta, dtype, device, rope_parameters.mrope_section)
     seen = {"full_attention": 0, "linear_attention": 0}
