@@ -45,7 +45,7 @@ def prefill_batch(rows: Sequence[Row], device: torch.device, pages: int) -> Batc
         block_table=_to(device, table),
         slots=_to(device, np.array([row.lease.slot for row in rows], dtype=np.int64)),
         contexts=_to(device, np.array(context, dtype=np.int32)),
-    )
+    ).laid_out()
 
 
 def _to(device: torch.device, array: np.ndarray) -> Tensor:

@@ -1,7 +1,6 @@
 """Executes forward steps: owns the model, its caches and its device. The only place where the engine meets tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 
 from longlane.engine.batch import Row, prefill_batch
 from longlane.engine.steps import Answer, Limits, Model, Steps
-from longlane.engine.timeline import Timeline
 from longlane.layers.batch import Caches
 from longlane.spec.mtp import MTPDrafter
 
@@ -19,8 +17,7 @@ class Runner:
 
     Steps are launched one at a time and end with `read` or `wait`; nothing else waits for the device, and it for
     nothing else than this stream. limits: sizes of the fixed buffers, by default as much as the caches could need.
-    timeline: set one to measure. last_step: what was asked of the device last, for a fault report; `on_step` hears of
-    it before it is launched.
+    last_step: what was asked of the device last, for a fault report; `on_step` hears of it before it is launched.
     """
 
     def __init__(
@@ -43,7 +40,6 @@ class Runner:
         self._drafter = drafter
         self._chunk_done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._chunk_runs = False
-        self.timeline: Timeline | None = None
         self.last_step: dict[str, Any] = {"number": 0}
         self.on_step: Callable[[dict[str, Any]], None] = lambda step: None
 
@@ -67,12 +63,11 @@ class Runner:
     def prefill(self, row: Row, *, decides: bool) -> Tensor | None:
         """Start a chunk of a prompt. Logits [1, V] of its last token where that one `decides`."""
         self._note("prefill", [row])
-        with self._span():
-            batch = prefill_batch([row], self.device, self.steps.table_pages)
-            hidden = self.model.forward(batch, self.caches).hidden
-            if self._drafter:
-                self._drafter.observe(batch, hidden)
-            logits = self.model.logits(hidden[-1:]) if decides else None
+        batch = prefill_batch([row], self.device, self.steps.table_pages)
+        hidden = self.model.forward(batch, self.caches).hidden
+        if self._drafter:
+            self._drafter.observe(batch, hidden)
+        logits = self.model.logits(hidden[-1:]) if decides else None
         if self._chunk_done:
             self._chunk_done.record()
         self._chunk_runs = True
@@ -87,8 +82,7 @@ class Runner:
         """Start a round: every row's tokens and drafts."""
         self._note("verify" if max(row.columns for row in rows) > 1 else "decode", rows)
         self._chunk_runs = False
-        with self._span():
-            self.steps.launch(rows)
+        self.steps.launch(rows)
 
     def read(self) -> Answer:
         """Wait for the round."""
@@ -96,11 +90,7 @@ class Runner:
 
     def settle(self, accepted: Sequence[int]) -> None:
         """Move the round's states on by the first `accepted` columns of each row."""
-        with self._span():
-            self.steps.settle(accepted)
-
-    def _span(self) -> AbstractContextManager[None]:
-        return self.timeline.span() if self.timeline else nullcontext()
+        self.steps.settle(accepted)
 
     def _note(self, kind: str, rows: Sequence[Row]) -> None:
         self.last_step = {

@@ -92,9 +92,9 @@ class Steps:
         self._known = [b""] * limits.lanes
         self._context: tuple[int, ...] = ()
         self._graphs: Graphs | None = None
-        # Of the running round: its rows, its rows and columns after rounding, and what the model left.
+        # Of the running round: its rows, its rows and columns after rounding, and what ran and came of it.
         self._round = (0, 0, 0)
-        self._output: Output | None = None
+        self._ran: tuple[Batch, Output] | None = None
 
     @property
     def row_sizes(self) -> Sequence[int]:
@@ -110,7 +110,7 @@ class Steps:
             step, settle = self._keys(rows, columns)
             bodies: list[Body] = [(step, partial(self._step, rows, columns))]
             if settle:
-                bodies.append((settle, partial(self._settle, rows, columns)))
+                bodies.append((settle, partial(self._settle, rows)))
             self._prepare(bodies)
         if self._drafter:
             for depth in range(1, min(self._limits.columns - 1, MAX_MTP_DRAFTS) + 1):
@@ -123,7 +123,7 @@ class Steps:
             for _, body in bodies:
                 body()
         # What it holds is memory that the next capture may use.
-        self._output = None
+        self._ran = None
 
     @torch.inference_mode()
     def launch(self, live: Sequence[Row]) -> None:
@@ -156,7 +156,7 @@ class Steps:
             self._accepted.host[:rows] = 0
             self._accepted.host[: len(accepted)] = accepted
             self._accepted.send()
-            self._run(key, partial(self._settle, rows, columns))
+            self._run(key, partial(self._settle, rows))
 
     @property
     def done(self) -> bool:
@@ -214,7 +214,7 @@ class Steps:
             block_table=self._table.device[:rows],
             slots=self._inputs.device[_SLOT, :rows].long(),
             contexts=contexts,
-        )
+        ).laid_out()
 
     def _propose(self, rows: int, depth: int) -> None:
         assert self._drafter is not None
@@ -228,8 +228,10 @@ class Steps:
         drafted = column > inputs[_GIVEN, :rows, None]
         tokens = self._tokens[:count]
         tokens.copy_(torch.where(drafted, self._drafts[:rows, :columns], given).flatten())
-        self._output = self._model.forward(self._batch(rows, columns, tokens), self._caches)
-        logits = self._model.logits(self._output.hidden)[:, : self._vocab_size]
+        batch = self._batch(rows, columns, tokens)
+        output = self._model.forward(batch, self._caches)
+        self._ran = batch, output
+        logits = self._model.logits(output.hidden)[:, : self._vocab_size]
         if self._logits is None:
             self._logits = logits.new_empty(len(self._tokens), self._vocab_size)
         self._logits[:count] = logits
@@ -239,10 +241,9 @@ class Steps:
         answer[1, :count] = logits.gather(1, best[:, None])[:, 0].float().view(torch.int32)
         answer[2, :count] = tokens
 
-    def _settle(self, rows: int, columns: int) -> None:
-        output, count = self._output, rows * columns
-        assert output is not None
-        batch = self._batch(rows, columns, self._tokens[:count])
+    def _settle(self, rows: int) -> None:
+        assert self._ran is not None
+        batch, output = self._ran
         accepted = self._accepted.device[:rows].long()
         if output.records is not None:
             self._model.fold(batch, self._caches, output.records, accepted)

@@ -1,6 +1,6 @@
 """What one forward step reads and writes: packed rows, and the caches they own."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -29,7 +29,7 @@ class Batch:
     query_start: R + 1 offsets into N. context: R, tokens in the cache before this step.
     block_table: [R, P] int32 page ids. slots: [R] int64 state slots. The host copies of the small ones are tuples, so
     that no route has to read the device back; `contexts` [R] int32 is the device copy of `context` where one exists
-    (the fixed buffer of a captured graph).
+    (the fixed buffer of a captured graph). `layout` is what `ragged` returns, where it was made before.
     """
 
     kind: Kind
@@ -40,6 +40,11 @@ class Batch:
     block_table: Tensor
     slots: Tensor
     contexts: Tensor | None = None
+    layout: Ragged | None = None
+
+    def laid_out(self) -> "Batch":
+        """The same batch, whose layout is made once for all that asks for it."""
+        return replace(self, layout=self.ragged())
 
     @property
     def rows(self) -> int:
@@ -50,7 +55,7 @@ class Batch:
 
     def ragged(self) -> Ragged:
         """The rows as kernels take them."""
-        return ragged(self.query_start, self.context, self.block_table, self.slots, self.contexts)
+        return self.layout or ragged(self.query_start, self.context, self.block_table, self.slots, self.contexts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,4 +72,5 @@ def _single(batch: Batch, token_ids: Tensor, contexts: Tensor, column: int) -> B
         positions=contexts.long(),
         context=tuple(context + column for context in batch.context),
         contexts=contexts,
+        layout=None,
     )
