@@ -101,7 +101,7 @@ class Record:
         self._metrics.count_failure(event)
         self._log.write(event, fields | self._seconds())
         log.log(
-            logging.INFO if status < 500 else logging.WARNING,
+            logging.INFO if refused or status < 500 else logging.WARNING,
             "%s %s | %s | %d %s | %s",
             self._request["request_id"],
             "rejected" if refused else "failed",

@@ -176,7 +176,9 @@ def main(load: Load = startup.load) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     leave_with_parent()
-    code = run(directory, msgspec.json.decode(config, type=EngineConfig), load)
+    # Of what a configuration holds, JSON lacks paths alone.
+    decoded = msgspec.json.decode(config, type=EngineConfig, dec_hook=lambda kind, value: kind(value))
+    code = run(directory, decoded, load)
     if code == FAULT:
         # Without the interpreter's farewell, which could hang on a device that is gone.
         logging.shutdown()

@@ -197,7 +197,9 @@ class Supervisor:
         step, config = process.last_step, self.config
         if self._policy.on_fault == "safe" and self._cuda_graphs:
             self.config = replace(config, cuda_graph=False)
-            reason = f"without CUDA graphs, since the engine {how} at {now:%Y-%m-%d %H:%M:%S} UTC while it used them"
+            # The kind of an exception only: this is shown to whoever asks for the health of the server.
+            cause = f"met a fault ({self._fatal.message.partition(':')[0]})" if self._fatal else how
+            reason = f"without CUDA graphs, since the engine {cause} at {now:%Y-%m-%d %H:%M:%S} UTC while it used them"
             self.health = replace(self.health, safe_mode=f"{reason} ({_circumstances(config, step)})")
         directory = self._policy.fault_dir or cache_dir() / "faults"
         report = write_report(directory, now, self._report(process, config, how, step))

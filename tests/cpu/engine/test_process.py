@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
@@ -16,13 +16,14 @@ import pytest_asyncio
 
 from longlane.config import FaultPolicy
 from longlane.engine.client import EngineClient
+from longlane.engine.supervisor import Health
 from longlane.errors import EngineError, RequestError
 from longlane.types import Admitted, Finished, Loading, Request, Stats, Tokens
 from support.toy_engine import oracle, settings
 from support.toy_process import CRASH, HANG, SLOW
+from support.toy_run import COMMAND, until
 
 TESTS = Path(__file__).parents[2]
-COMMAND = (sys.executable, "-m", "support.toy_process")
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -76,12 +77,6 @@ async def collect(client: EngineClient, wanted: Request) -> tuple[list[int], Fin
     assert seen[0] is Admitted
     assert isinstance(message, Finished)
     return tokens, message
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(90):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def clean(client: EngineClient) -> Stats:
@@ -253,7 +248,7 @@ async def test_an_engine_reports_its_start_and_stops_within_its_grace():
     with pytest.raises(EngineError, match="shutting down"):
         await long
     await stopping
-    assert (client.state, client.pid) == ("dead", None)
+    assert (client.state, client.pid, client.health) == ("dead", None, Health())
     with pytest.raises(EngineError, match="dead"):
         await collect(client, request("late"))
     await client.stop()
