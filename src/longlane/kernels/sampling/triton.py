@@ -4,8 +4,8 @@ Every filter keeps a prefix of the order (logit descending, id ascending), and t
 mass of the prefix passes a number. So all of them are one question: which is the shortest prefix with so much of a
 measure, of tokens for `top_k`, of mass for the others? Tokens are binned by their distance from the best logit
 (`_count`), put beside those of their bin (`_gather`), and the end of a prefix is looked for in one bin (`_select`).
-Tokens that cannot be drawn are left out of the bins: of the largest logits of all blocks of a column, the k-th is one
-that its k best tokens reach (`_heights`).
+Tokens that cannot be drawn are left out of the bins: of the largest logits of a column's blocks (`_heights`), the k-th
+is one that its k best tokens reach (`_floor`).
 
 Masses are float64 weights in fixed point, 2^-SHIFT of the best token's, so that their sums do not depend on an order,
 and a draw on nothing but its own column. The oracle sums in float64: a draw may differ from its where the number
@@ -22,8 +22,8 @@ BINS = 4096
 _PER_LOGIT = tl.constexpr(64)
 # Tokens a program of the passes over the vocabulary takes, and those that `_select` looks at together.
 _BLOCK, _TILE = 2048, 512
-# Blocks whose largest logits are compared, all pairs of them; `top_k` above it bins every token.
-_BLOCKS = 128
+# Blocks whose largest logits are compared, all pairs of them; a `top_k` above it bins every token.
+_COMPARED = 128
 
 
 @triton.jit
@@ -50,59 +50,71 @@ def _rank(x, token):
 
 
 @triton.jit
-def _heights(logits, heights, stride, V, BLOCK: tl.constexpr):
+def _heights(logits, parameters, heights, stride, V, columns, BLOCK: tl.constexpr):
     """heights [columns, blocks]: the largest logit of each block."""
     column = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + column * stride + i, mask=i < V, other=-float("inf"))
-    tl.store(heights + column * tl.num_programs(0) + tl.program_id(0), tl.max(x))
+    if _filters(parameters, column, V, columns)[1] > 0:
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + column * stride + i, mask=i < V, other=-float("inf"))
+        tl.store(heights + column * tl.num_programs(0) + tl.program_id(0), tl.max(x))
 
 
 @triton.jit
-def _block(
-    logits, peaks, heights, parameters, stride, V, columns,
-    SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """(ids, bins, masses, whether it may be drawn) of the tokens of a program's block."""
-    blocks, column = tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + column * stride + i, mask=i < V, other=-float("inf"))
-    peak, parameters = tl.load(peaks + column), parameters + column
-    temperature, min_p = tl.load(parameters + columns), tl.load(parameters + 4 * columns)
-    top_k = tl.load(parameters + 2 * columns)
-    mass = _mass(x, peak, temperature, min_p, SHIFT)
-    wanted = mass > 0
-    if (top_k > 0) & (top_k < V):
-        # `top_k` counts tokens without mass too.
-        block = tl.arange(0, BLOCKS)
-        height = tl.load(heights + column * blocks + block, mask=block < blocks, other=-float("inf"))
-        reach = tl.sum((height[None, :] >= height[:, None]).to(tl.int32), axis=1)
-        wanted = x >= tl.max(tl.where(reach >= top_k, height, -float("inf")))
-    return i, _bin(x, peak, BINS), mass, wanted & (i < V)
+def _floor(parameters, heights, floors, V, columns, blocks, BLOCKS: tl.constexpr):
+    """floors [columns]: a logit that the `top_k` best tokens reach, minus infinity where there is no `top_k`."""
+    column = tl.program_id(0).to(tl.int64)
+    top_k = _filters(parameters, column, V, columns)[1]
+    block = tl.arange(0, BLOCKS)
+    height = tl.load(heights + column * blocks + block, mask=block < blocks, other=-float("inf"))
+    reach = tl.sum((height[None, :] >= height[:, None]).to(tl.int32), axis=1)
+    floor = tl.max(tl.where(reach >= top_k, height, -float("inf")))
+    tl.store(floors + column, tl.where(top_k > 0, floor, -float("inf")))
+
+
+@triton.jit
+def _filters(parameters, column, V, columns):
+    """(temperature, top_k, min_p) of a column; `top_k` 0 where it keeps all, or where the column is greedy."""
+    temperature = tl.load(parameters + columns + column)
+    top_k = tl.load(parameters + 2 * columns + column)
+    bounds = (top_k < V) & (temperature > 0)
+    return temperature, tl.where(bounds, top_k, 0.0).to(tl.int64), tl.load(parameters + 4 * columns + column)
 
 
 @triton.jit
 def _count(
-    logits, peaks, heights, parameters, counts, masses, stride, V, columns,
-    SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    logits, peaks, floors, parameters, counts, masses, stride, V, columns,
+    SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """counts, masses [columns, BINS]: tokens of each bin, and their mass."""
-    _, bin, mass, wanted = _block(logits, peaks, heights, parameters, stride, V, columns, SHIFT, BINS, BLOCK, BLOCKS)
-    place = tl.program_id(1).to(tl.int64) * BINS + bin
-    tl.atomic_add(counts + place, 1, mask=wanted)
-    tl.atomic_add(masses + place, mass, mask=wanted & (mass > 0))
+    column = tl.program_id(1).to(tl.int64)
+    temperature, top_k, min_p = _filters(parameters, column, V, columns)
+    if temperature > 0:
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + column * stride + i, mask=i < V, other=-float("inf"))
+        peak = tl.load(peaks + column)
+        mass = _mass(x, peak, temperature, min_p, SHIFT)
+        wanted = (i < V) & (x >= tl.load(floors + column)) & ((mass > 0) | (top_k > 0))
+        place = column * BINS + _bin(x, peak, BINS)
+        tl.atomic_add(counts + place, 1, mask=wanted)
+        tl.atomic_add(masses + place, mass, mask=wanted & (mass > 0))
 
 
 @triton.jit
 def _gather(
-    logits, peaks, heights, parameters, free, order, stride, V, columns,
-    SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    logits, peaks, floors, parameters, free, order, stride, V, columns,
+    SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """order [columns, V]: ids bin by bin, in no order within one. free [columns, BINS]: where a bin's next id goes."""
-    i, bin, _, wanted = _block(logits, peaks, heights, parameters, stride, V, columns, SHIFT, BINS, BLOCK, BLOCKS)
     column = tl.program_id(1).to(tl.int64)
-    place = tl.atomic_add(free + column * BINS + bin, 1, mask=wanted)
-    tl.store(order + column * V + place, i, mask=wanted)
+    temperature, top_k, min_p = _filters(parameters, column, V, columns)
+    if temperature > 0:
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + column * stride + i, mask=i < V, other=-float("inf"))
+        peak = tl.load(peaks + column)
+        has_mass = _mass(x, peak, temperature, min_p, SHIFT) > 0
+        wanted = (i < V) & (x >= tl.load(floors + column)) & (has_mass | (top_k > 0))
+        place = tl.atomic_add(free + column * BINS + _bin(x, peak, BINS), 1, mask=wanted)
+        tl.store(order + column * V + place, i, mask=wanted)
 
 
 @triton.jit
@@ -160,14 +172,12 @@ def _select(
 ):  # fmt: skip
     """out [columns]: the token that each draws. counts, masses [columns, BINS] are cumulative."""
     column = tl.program_id(0).to(tl.int64)
-    parameters += column
-    u, temperature = tl.load(parameters), tl.load(parameters + columns)
-    top_k, top_p = tl.load(parameters + 2 * columns).to(tl.int64), tl.load(parameters + 3 * columns)
-    min_p, peak = tl.load(parameters + 4 * columns), tl.load(peaks + column)
+    temperature, top_k, min_p = _filters(parameters, column, V, columns)
+    u, top_p, peak = tl.load(parameters + column), tl.load(parameters + 3 * columns + column), tl.load(peaks + column)
     logits, order = logits + column * stride, order + column * V
     counts, masses = counts + column * BINS, masses + column * BINS
     kept = tl.load(masses + BINS - 1)
-    if (top_k > 0) & (top_k < V):
+    if top_k > 0:
         _, kept = _end(logits, order, counts, masses, top_k, peak, temperature, min_p, True, SHIFT, BINS, TILE)
     if top_p < 1:
         share = top_p * kept.to(tl.float64)
@@ -192,11 +202,13 @@ def draw_columns(logits: Tensor, peaks: Tensor, parameters: Tensor) -> Tensor:
     masses = torch.zeros(columns, BINS, dtype=torch.int64, device=logits.device)
     order = torch.empty(columns, size, dtype=torch.int32, device=logits.device)
     out = torch.empty(columns, dtype=torch.int64, device=logits.device)
-    grid = (triton.cdiv(size, _BLOCK), columns)
-    heights = torch.empty(columns, grid[0], device=logits.device)
-    source, sizes = (logits, peaks, heights, parameters), (logits.stride(0), size, columns)
-    shape = {"SHIFT": shift, "BINS": BINS, "BLOCK": _BLOCK, "BLOCKS": triton.next_power_of_2(min(grid[0], _BLOCKS))}
-    _heights[grid](logits, heights, logits.stride(0), size, BLOCK=_BLOCK)
+    blocks = triton.cdiv(size, _BLOCK)
+    grid, sizes = (blocks, columns), (logits.stride(0), size, columns)
+    heights, floors = (torch.empty(n * columns, device=logits.device) for n in (blocks, 1))
+    _heights[grid](logits, parameters, heights, *sizes, BLOCK=_BLOCK)
+    compared = triton.next_power_of_2(min(blocks, _COMPARED))
+    _floor[(columns,)](parameters, heights, floors, size, columns, blocks, BLOCKS=compared)
+    source, shape = (logits, peaks, floors, parameters), {"SHIFT": shift, "BINS": BINS, "BLOCK": _BLOCK}
     _count[grid](*source, counts, masses, *sizes, **shape)
     ends, masses = counts.cumsum(1, dtype=torch.int32), masses.cumsum(1)
     _gather[grid](*source, ends - counts, order, *sizes, **shape)
