@@ -50,7 +50,7 @@ HELP = {
     "disk_cache": _option("Folder for prefixes that survive a restart."),
     "disk_cache_gib": _option("Most disk space of this model in it.", min=1),
     "prefill_chunk": _option("Most prompt tokens of one step.", min=1),
-    "decode_floor": _option("Share of time that decoding keeps beside prefills.", min=0, max=1),
+    "decode_floor": _option("Share of time that decoding keeps beside prefills.", min=0, max=0.95),
     "spec": _option("Speculative decoding."),
     "draft_tokens": _option("Most drafted tokens a round: up to 5 of mtp, 15 of lookup. Default auto.", min=1, max=15),
     "lm_head_draft": _option("Draft with the reduced output head.", "--lm-head-draft"),

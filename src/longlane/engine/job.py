@@ -2,29 +2,19 @@
 
 from dataclasses import dataclass, field
 
-from longlane.engine.scheduler import Running, Waiting
-from longlane.memory.manager import Lease
+from longlane.engine.scheduler import Entry
 from longlane.sampling import Decision, RowState
 from longlane.spec.drafter import DraftLane
 from longlane.types import Request, Timings
 
 
-@dataclass(slots=True, eq=False)
-class Job:
-    """tokens: prompt and everything generated. A job with a lease is admitted; while `decoding`, exactly its last token
-    is not in the cache yet. Times are on the engine's clock, durations in seconds."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job(Entry):
+    """Times are on the engine's clock, durations in seconds."""
 
     request: Request
     row: RowState
-    arrival: int
-    submitted: float
-    deadline: float
-    tokens: list[int]
     lane: DraftLane | None = None
-    lease: Lease | None = None
-    decoding: bool = False
-    skipped: int = 0
-    admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None
     cached_tokens: int = 0
@@ -38,24 +28,14 @@ class Job:
     def id(self) -> str:
         return self.request.id
 
-    def waiting(self) -> Waiting:
-        return Waiting(
-            id=self.id,
-            arrival=self.arrival,
-            priority=self.request.priority,
-            deadline=self.deadline,
-            paused=self.admitted is not None,
-        )
+    @property
+    def priority(self) -> int:
+        return self.request.priority
 
-    def running(self) -> Running:
-        assert self.lease is not None
-        return Running(
-            id=self.id,
-            arrival=self.arrival,
-            priority=self.request.priority,
-            remaining=0 if self.decoding else len(self.tokens) - self.lease.length,
-            skipped=self.skipped,
-        )
+    def count_chunk(self, tokens: int, took_s: float) -> None:
+        Entry.count_chunk(self, tokens, took_s)
+        self.prefill_s += took_s
+        self.computed_tokens += tokens
 
     def take(self, decision: Decision, now: float) -> None:
         """Append what `decision` generated, less a withheld stop id: nothing is computed from that one."""

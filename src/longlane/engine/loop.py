@@ -229,6 +229,8 @@ class Engine:
             job = self._waiting[entry.id]
             if len(self._running) >= self._config.max_concurrency:
                 return
+            if scheduler.follows(job, self._running.values(), self._clock()):
+                continue
             job.lease = self._memory.admit(job.id, job.tokens, job.row.remaining, job.request.boundaries)
             if job.lease is None:
                 return
@@ -300,9 +302,8 @@ class Engine:
     def _launch_chunk(self, job: Job, tokens: int) -> None:
         """Start on the next `tokens` of a prompt, or less where a state is to be kept; the last ones decide a token."""
         assert job.lease is not None
-        began, start = self._clock(), job.lease.length
-        end = min(start + tokens, *(stop for stop in (*job.lease.stops, len(job.tokens)) if stop > start))
-        row = Row(job.lease, job.tokens[start:end])
+        began, end = self._clock(), job.chunk_end(tokens)
+        row = Row(job.lease, job.tokens[job.lease.length : end])
         logits = self._runner.prefill(row, decides=end == len(job.tokens) and job.row.finish is None)
         self._flight = Flight("prefill", [job], [row], began, logits=logits)
 
@@ -344,9 +345,7 @@ class Engine:
         self._runner.wait()
         decision = None if flight.logits is None else decide_rows(flight.logits, [[]], [job.row])[0]
         took, count = self._clock() - flight.began, len(row.token_ids)
-        job.skipped = 0
-        job.prefill_s += took
-        job.computed_tokens += count
+        job.count_chunk(count, took)
         self._prefill_tokens += count
         self._token_s = scheduler.token_cost(self._token_s, took, count)
         if self._speculator and job.lane:
@@ -361,19 +360,9 @@ class Engine:
         self._debt_s = scheduler.settle(self._debt_s, self._decode_s, prefill_s, self._policy.decode_floor)
 
     def _make_room(self, job: Job) -> bool:
-        """Pages for the last token, and for drafts where there are any left. Where there are none even for the token,
-        the youngest requests pause. False if that was `job` itself."""
-        if job.lease is None:
-            return False
+        """For a round of `job`; see `scheduler.make_room`."""
         most = self._speculator.max_drafts if self._speculator else 0
-        if self._memory.grow(job.lease, min(len(job.tokens) + most, job.lease.limit)):
-            return True
-        while not self._memory.grow(job.lease, len(job.tokens)):
-            victim = scheduler.choose_victim(other.running() for other in self._running.values())
-            self._pause(self._running[victim.id])
-            if victim.id == job.id:
-                return False
-        return True
+        return scheduler.make_room(self._memory, job, most, self._running, self._pause)
 
     def _pause(self, job: Job) -> None:
         """Take back everything a request holds; it is computed again from its tokens when there is room."""

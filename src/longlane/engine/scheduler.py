@@ -3,13 +3,20 @@
 One step is all decode rows, then at most one chunk of one prefill.
 """
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
+from longlane.memory.manager import Lease, Memory
 from longlane.memory.plan import PAGE
 
-# A staged prefill that was passed over so many times in a row goes next.
+# A staged prefill that younger ones overtook so many times in a row goes next.
 MAX_SKIPS = 8
+# Beyond it a prefill beside decode rows would all but stand still.
+MAX_DECODE_FLOOR = 0.95
+# Chunks from here on are whole pages, which suit the tiles of products; below, a page is too much to lose.
+WHOLE_PAGES = 8 * PAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,33 +32,39 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """An admitted request. `remaining` prompt tokens are still to be computed: 0 is a decode row."""
+    """An admitted request. `remaining` prompt tokens are still to be computed: 0 is a decode row. token_s: what one
+    cost in its last chunk, None before that."""
 
     id: str
     arrival: int
     priority: int
     remaining: int = 0
     skipped: int = 0
+    token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """prefill_chunk: most tokens a chunk has. decode_floor: share of time that decode rows keep beside prefills.
-    lanes: most requests that run at once. gap_s: how long a chunk may hold up decode rows, or a newcomer that a free
-    lane could take. step_s: how long one may last at all, so that a cancellation is heard and the watchdog sees life on
-    the slowest machine."""
+    """prefill_chunk: most tokens a chunk has. decode_floor: share of time that decode rows keep beside prefills, at
+    most `MAX_DECODE_FLOOR`. lanes: most requests that run at once. gap_s: how long a chunk may hold up decode rows, or
+    a newcomer that a free lane could take. step_s: how long one may last at all, so that a cancellation is heard and
+    the watchdog sees life on the slowest machine."""
 
     prefill_chunk: int
     decode_floor: float
     lanes: int = 1
-    gap_s: float = 0.25
+    # The tokens of a chunk cost a little more than those of the one before: 0.2 s are kept.
+    gap_s: float = 0.199
     step_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.decode_floor <= MAX_DECODE_FLOOR, self.decode_floor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything `plan_step` looks at. debt_s: time that prefill owes to decode, see `settle`. token_s: measured cost
-    of a prefill token, None while nothing was measured."""
+    """Everything `plan_step` looks at. debt_s: time that prefill owes to decode, see `settle`. token_s: cost of a
+    token in the last chunk of anybody, None while nothing was measured."""
 
     running: tuple[Running, ...]
     debt_s: float = 0.0
@@ -66,7 +79,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """decode: ids of the decode rows, oldest first. skipped: prefills passed over by this step's chunk."""
+    """decode: ids of the decode rows, oldest first. skipped: prefills that a younger one's chunk overtakes."""
 
     decode: tuple[str, ...]
     prefill: Chunk | None
@@ -81,13 +94,19 @@ def plan_step(state: Snapshot, policy: Policy) -> StepPlan:
         return StepPlan(decode, None)
     chosen = choose_prefill(prefills)
     somebody_waits = decode or len(state.running) < policy.lanes
-    most = chunk_size(state.token_s, policy.gap_s if somebody_waits else policy.step_s, policy.prefill_chunk)
-    skipped = tuple(row.id for row in prefills if row is not chosen)
+    # A token costs more the more there are before it, so that another's may mislead by half.
+    token_s = state.token_s if chosen.token_s is None else chosen.token_s
+    most = chunk_size(token_s, policy.gap_s if somebody_waits else policy.step_s, policy.prefill_chunk)
+    skipped = tuple(row.id for row in prefills if row.arrival < chosen.arrival)
     return StepPlan(decode, Chunk(chosen.id, min(most, chosen.remaining)), skipped)
 
 
 def choose_prefill(prefills: Iterable[Running]) -> Running:
-    """The one skipped too often, else the highest priority with the least work left, then the oldest."""
+    """The one overtaken too often, else the highest priority with the least work left, then the oldest.
+
+    An older one that goes first overtakes nobody. Were that counted, prompts of one length would soon all be overdue,
+    take turns, and all be late.
+    """
 
     def order(row: Running) -> tuple[int, int, int, int]:
         overdue = row.skipped if row.skipped >= MAX_SKIPS else 0
@@ -97,11 +116,11 @@ def choose_prefill(prefills: Iterable[Running]) -> Running:
 
 
 def chunk_size(token_s: float | None, limit_s: float, prefill_chunk: int) -> int:
-    """The largest chunk of whole pages within `limit_s`, at least one page; one page while nothing was measured."""
+    """The largest chunk within `limit_s`, at least one page; one page while nothing was measured."""
     if token_s is None:
         return min(prefill_chunk, PAGE)
-    pages = max(1, int(limit_s / token_s) // PAGE) if token_s > 0 else prefill_chunk
-    return min(prefill_chunk, pages * PAGE)
+    size = max(PAGE, int(limit_s / token_s)) if token_s > 0 else prefill_chunk
+    return min(prefill_chunk, size - size % PAGE if size >= WHOLE_PAGES else size)
 
 
 def token_cost(known_s: float | None, took_s: float, tokens: int) -> float | None:
@@ -140,3 +159,86 @@ def admission_order(waiting: Iterable[Waiting]) -> list[Waiting]:
 def expired(waiting: Iterable[Waiting], now: float) -> list[Waiting]:
     """Those that were promised a start by now. A paused one was started, and is never failed."""
     return [entry for entry in waiting if not entry.paused and now >= entry.deadline]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entry(ABC):
+    """A request as the policy sees it, in the engine and in the simulator.
+
+    tokens: prompt and everything generated. One with a lease is admitted; while `decoding`, exactly its last token is
+    not in the cache yet. `submitted`, `deadline` and `admitted` are on the caller's clock.
+    """
+
+    arrival: int
+    submitted: float
+    deadline: float
+    tokens: list[int]
+    lease: Lease | None = None
+    decoding: bool = False
+    skipped: int = 0
+    token_s: float | None = None
+    admitted: float | None = None
+
+    @property
+    @abstractmethod
+    def id(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def priority(self) -> int: ...
+
+    def waiting(self) -> Waiting:
+        paused = self.admitted is not None
+        return Waiting(id=self.id, arrival=self.arrival, priority=self.priority, deadline=self.deadline, paused=paused)
+
+    def running(self) -> Running:
+        assert self.lease is not None
+        return Running(
+            id=self.id,
+            arrival=self.arrival,
+            priority=self.priority,
+            remaining=0 if self.decoding else len(self.tokens) - self.lease.length,
+            skipped=self.skipped,
+            token_s=self.token_s,
+        )
+
+    def chunk_end(self, tokens: int) -> int:
+        """Where a chunk of at most `tokens` ends: earlier where a state is to be kept."""
+        assert self.lease is not None
+        start = self.lease.length
+        return min(start + tokens, *(stop for stop in (*self.lease.stops, len(self.tokens)) if stop > start))
+
+    def count_chunk(self, tokens: int, took_s: float) -> None:
+        """A chunk of `tokens` took `took_s`."""
+        self.skipped = 0
+        self.token_s = token_cost(self.token_s, took_s, tokens)
+
+
+def follows(entry: Entry, running: Iterable[Entry], now: float) -> bool:
+    """Whether `entry` should stay in the queue for a prefix that a running prefill is about to compute and to keep,
+    instead of computing it beside. For at most half of its patience, and not for one of a lower priority."""
+    return now < (entry.submitted + entry.deadline) / 2 and any(
+        other.tokens[:stop] == entry.tokens[:stop]
+        for other in running
+        if other.lease is not None and other.priority >= entry.priority
+        for stop in other.lease.stops
+        if other.lease.length < stop < len(entry.tokens)
+    )
+
+
+E = TypeVar("E", bound=Entry)
+
+
+def make_room(memory: Memory, entry: E, drafts: int, running: Mapping[str, E], pause: Callable[[E], None]) -> bool:
+    """Pages for the last token of `entry`, and for `drafts` more where there are any left. Where there are none even
+    for the token, the youngest of `running` are given to `pause`. False if that was `entry` itself."""
+    if entry.lease is None:
+        return False
+    if memory.grow(entry.lease, min(len(entry.tokens) + drafts, entry.lease.limit)):
+        return True
+    while not memory.grow(entry.lease, len(entry.tokens)):
+        victim = running[choose_victim(other.running() for other in running.values()).id]
+        pause(victim)
+        if victim is entry:
+            return False
+    return True

@@ -11,8 +11,8 @@ from typing import Literal
 from longlane.config import EngineConfig
 from longlane.engine import scheduler
 from longlane.engine.admission import is_overloaded
-from longlane.engine.scheduler import Chunk, Running, Snapshot, StepPlan, Waiting, token_cost
-from longlane.memory.manager import Lease, Memory
+from longlane.engine.scheduler import Chunk, Entry, Snapshot, StepPlan, make_room, token_cost
+from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
 from longlane.memory.plan import PAGE
 from longlane.memory.prefix import PrefixTree
@@ -40,25 +40,17 @@ class Step:
         return self.began + self.decode_s + self.prefill_s
 
 
-@dataclass(slots=True, eq=False)
-class Job:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job(Entry):
     """A request in the machine. Times are on the virtual clock, None until they happen.
 
     started: when the first chunk of its prompt began.
     """
 
     ask: Ask
-    arrival: int
-    submitted: float
-    deadline: float
     draft: DraftRow
-    tokens: list[int]
-    lease: Lease | None = None
-    decoding: bool = False
-    skipped: int = 0
     pauses: int = 0
     cached_tokens: int = 0
-    admitted: float | None = None
     started: float | None = None
     first_token: float | None = None
     ended: float | None = None
@@ -69,28 +61,13 @@ class Job:
         return self.ask.id
 
     @property
+    def priority(self) -> int:
+        return self.ask.priority
+
+    @property
     def owed(self) -> int:
         """Tokens of the answer that are still to come."""
         return len(self.ask.prompt) + len(self.ask.answer) - len(self.tokens)
-
-    def waiting(self) -> Waiting:
-        return Waiting(
-            id=self.id,
-            arrival=self.arrival,
-            priority=self.ask.priority,
-            deadline=self.deadline,
-            paused=self.admitted is not None,
-        )
-
-    def running(self) -> Running:
-        assert self.lease is not None
-        return Running(
-            id=self.id,
-            arrival=self.arrival,
-            priority=self.ask.priority,
-            remaining=0 if self.decoding else len(self.tokens) - self.lease.length,
-            skipped=self.skipped,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +175,7 @@ class Machine:
         config = self._config
         allowed = self._memory.allowed_new(len(ask.prompt), len(ask.answer))
         job = self._jobs[ask.id] = Job(
-            replace(ask, answer=ask.answer[:allowed]),
+            ask=replace(ask, answer=ask.answer[:allowed]),
             arrival=len(self._jobs),
             submitted=ask.arrival_s,
             deadline=ask.arrival_s + config.pending_timeout_ms / 1000,
@@ -216,6 +193,8 @@ class Machine:
             job = self._waiting[entry.id]
             if len(self._running) >= self._config.max_concurrency:
                 return
+            if scheduler.follows(job, self._running.values(), self._now):
+                continue
             job.lease = self._memory.admit(job.id, job.tokens, job.owed, job.ask.boundaries)
             if job.lease is None:
                 return
@@ -225,7 +204,8 @@ class Machine:
 
     def _decode(self, jobs: Sequence[Job]) -> dict[str, int]:
         """One round. Returns the tokens that each row got."""
-        jobs = [job for job in jobs if self._make_room(job)]
+        most = self._drafting.most
+        jobs = [job for job in jobs if make_room(self._memory, job, most, self._running, self._pause)]
         if not jobs:
             return {}
         leases = [job.lease for job in jobs if job.lease is not None]
@@ -255,11 +235,11 @@ class Machine:
         assert lease is not None
         start = lease.length
         job.started = self._now if job.started is None else job.started
-        end = min(start + tokens, *(stop for stop in (*lease.stops, len(job.tokens)) if stop > start))
+        end = job.chunk_end(tokens)
         took = self._cost.prefill_s(start, end - start)
         self._now += took
         self._token_s = token_cost(self._token_s, took, end - start)
-        job.skipped = 0
+        job.count_chunk(end - start, took)
         self._memory.commit(lease, job.tokens[start:end])
         if end == len(job.tokens):
             self._generate(job, 1)
@@ -272,19 +252,6 @@ class Machine:
         job.first_token = self._now if job.first_token is None else job.first_token
         given = len(job.tokens) - len(job.ask.prompt)
         job.tokens += job.ask.answer[given : given + count]
-
-    def _make_room(self, job: Job) -> bool:
-        """Pages for the last token, and for drafts where there are any left; else the youngest requests pause."""
-        if job.lease is None:
-            return False
-        if self._memory.grow(job.lease, min(len(job.tokens) + self._drafting.most, job.lease.limit)):
-            return True
-        while not self._memory.grow(job.lease, len(job.tokens)):
-            victim = scheduler.choose_victim(other.running() for other in self._running.values())
-            self._pause(self._running[victim.id])
-            if victim.id == job.id:
-                return False
-        return True
 
     def _pause(self, job: Job) -> None:
         self._release(job)

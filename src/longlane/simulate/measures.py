@@ -34,6 +34,11 @@ def longest_gap(steps: Sequence[Step], id: str) -> int:
     return longest
 
 
+def prefill_s(steps: Sequence[Step], id: str) -> float:
+    """Of all chunks of one prompt."""
+    return sum(step.prefill_s for step in steps if step.chunk and step.chunk.id == id)
+
+
 def decode_rate(steps: Sequence[Step], id: str, begin: float, end: float) -> float:
     """Tokens per second that a decode row got in the steps that began in [begin, end)."""
     window = [step for step in steps if begin <= step.began < end]

@@ -7,9 +7,9 @@ from statistics import median
 from longlane.config import EngineConfig
 from longlane.simulate.cost import CostModel
 from longlane.simulate.machine import Job, Machine, PolicyName, Run
-from longlane.simulate.measures import decode_rate, longest_gap, throughput, total_s, ttft_s, wait_s
+from longlane.simulate.measures import decode_rate, longest_gap, prefill_s, throughput, total_s, ttft_s, wait_s
 from longlane.simulate.presets import card
-from longlane.simulate.workload import Ask, Ids
+from longlane.simulate.workload import TEXTS, Ask, Ids
 
 LONG, SHORT = 92_700, 466
 # When a probe comes, as parts of the time that the long prompt takes alone. On the 4080s it then has the published 16.4
@@ -79,6 +79,7 @@ def short_behind_long(setting: Setting) -> Report:
     """A 466-token request comes late in a 92,700-token prefill, in each of several runs at another moment.
 
     `long_loss`: how much later the long one gets its first token than alone and first come, first served.
+    `chunk_loss`: how much longer its own chunks take than there; the rest is the short one's prefill.
     """
     ids = Ids()
     long, prompt = Ask(id="long", prompt=ids(LONG), answer=ids(1)), ids(SHORT)
@@ -92,6 +93,7 @@ def short_behind_long(setting: Setting) -> Report:
         "median_ttft_s": median(ttft_s(run.jobs["short"]) for run in runs),
         "long_alone_s": alone_s,
         "long_loss": max(ttft_s(run.jobs["long"]) for run in runs) / alone_s - 1,
+        "chunk_loss": max(prefill_s(run.steps, "long") for run in runs) / alone_s - 1,
     }
     rows = [describe(job) for run in runs for job in run.jobs.values() if job.id == "short"]
     return Report("short-behind-long", setting.policy, summary, rows, runs[-1])
@@ -120,19 +122,22 @@ def decode_beside_prefill(setting: Setting) -> Report:
 
 
 def lanes(setting: Setting) -> Report:
-    """1 to 16 clients at once, each asking three times in a row for 512 tokens after a prompt of 512."""
+    """1 to 16 clients at once, each asking three times in a row for 512 tokens after a prompt of 512, or of 2,048."""
     rows: list[dict[str, Cell]] = []
     for clients in range(1, 17):
-        ids = Ids()
-        asks = [
-            Ask(id=f"{client}.{turn}", prompt=ids(512), answer=ids(512), after=f"{client}.{turn - 1}" if turn else None)
-            for client in range(clients)
-            for turn in range(3)
-        ]
-        run = setting.run(asks, clients)
-        total = throughput(run)
-        rows.append({"lanes": clients, "total_tokens_s": total, "per_lane_tokens_s": total / clients})
-    return Report("lanes", setting.policy, {"tokens_s_of_16": total}, rows, run)
+        equal, long = (setting.run(in_turns(clients, prompt), clients) for prompt in (512, 2048))
+        total, longer = throughput(equal), throughput(long)
+        rows.append({"lanes": clients, "tokens_s": total, "a_lane": total / clients, "tokens_s_after_2048": longer})
+    return Report("lanes", setting.policy, {"tokens_s_of_16": total, "after_2048": longer}, rows, equal)
+
+
+def in_turns(clients: int, prompt: int) -> list[Ask]:
+    ids = Ids()
+    return [
+        Ask(id=f"{client}.{turn}", prompt=ids(prompt), answer=ids(512), after=f"{client}.{turn - 1}" if turn else None)
+        for client in range(clients)
+        for turn in range(3)
+    ]
 
 
 def agents(setting: Setting) -> Report:
@@ -169,6 +174,20 @@ def agents(setting: Setting) -> Report:
     )
 
 
+def drafting(setting: Setting) -> Report:
+    """One answer of 4,000 tokens of each kind of text: every depth of drafting, and the depth that `auto` chooses."""
+    rows: list[dict[str, Cell]] = []
+    for text, acceptance in TEXTS.items():
+        ask = Ask(id=text, prompt=range(100), answer=range(4000), acceptance=acceptance)
+        depths = [replace(setting, config=replace(setting.config, draft_tokens=depth)) for depth in (*range(6), None)]
+        *fixed, auto = (throughput(run := one.run([ask], 1)) for one in depths)
+        best = max(fixed)
+        speeds: dict[str, Cell] = {f"draft_{depth}": speed for depth, speed in enumerate(fixed)}
+        rows.append({"text": text, **speeds, "auto": auto, "auto_to_best": auto / best})
+    shares = {f"auto_to_best_{row['text']}": row["auto_to_best"] for row in rows}
+    return Report("drafting", setting.policy, shares, rows, run)
+
+
 def many_shorts(setting: Setting) -> Report:
     """100 requests of 466 tokens come in a row during a 92,700-token prefill: there is always one to go first."""
     ids = Ids()
@@ -197,4 +216,5 @@ SCENARIOS: dict[str, Callable[[Setting], Report]] = {
     "lanes": lanes,
     "agents": agents,
     "many-shorts": many_shorts,
+    "drafting": drafting,
 }

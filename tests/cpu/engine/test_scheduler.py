@@ -1,5 +1,8 @@
 """The policy as pure functions: who runs, who waits, how long."""
 
+from array import array
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +11,7 @@ from longlane.engine.admission import is_overloaded
 from longlane.engine.scheduler import (
     MAX_SKIPS,
     Chunk,
+    Entry,
     Policy,
     Running,
     Snapshot,
@@ -16,9 +20,12 @@ from longlane.engine.scheduler import (
     choose_victim,
     chunk_size,
     expired,
+    follows,
     plan_step,
     settle,
 )
+from longlane.memory.manager import Lease
+from longlane.memory.node import Node
 
 POLICY = Policy(prefill_chunk=1024, decode_floor=0.5)
 
@@ -32,10 +39,21 @@ def plan(*running: Running, debt_s: float = 0.0, token_s: float | None = 1e-6):
 
 
 def test_all_decode_rows_run_oldest_first_and_one_prefill():
-    made = plan(row("b", arrival=2), row("a", arrival=1), row("long", 5000), row("short", 400))
+    made = plan(row("b", arrival=2), row("a", arrival=1), row("long", 5000), row("short", 400, arrival=3))
     assert made.decode == ("a", "b")
     assert made.prefill == Chunk("short", 400)
     assert made.skipped == ("long",)
+
+
+def test_only_a_younger_one_overtakes():
+    assert plan(row("a", 80, arrival=1), row("b", 80, arrival=2), row("c", 80, arrival=3)).skipped == ()
+    assert plan(row("a", 90, arrival=1), row("b", 80, arrival=2), row("c", 95, arrival=3)).skipped == ("a",)
+
+
+def test_a_chunk_follows_what_a_token_of_its_own_prompt_cost():
+    long = Running(id="long", arrival=0, priority=0, remaining=9000, token_s=2e-3)
+    made = plan_step(Snapshot(running=(row("a"), long), token_s=1e-4), POLICY)
+    assert made.prefill == Chunk("long", int(POLICY.gap_s / 2e-3))
 
 
 def test_nothing_to_do_is_an_empty_plan():
@@ -73,7 +91,7 @@ def test_a_chunk_is_short_where_a_newcomer_could_run_beside_it():
     alone = Snapshot(running=(row("p", 9000),), token_s=1e-3)
     lanes = {lanes: Policy(prefill_chunk=1024, decode_floor=0.5, lanes=lanes) for lanes in (1, 2)}
     assert plan_step(alone, lanes[1]).prefill == Chunk("p", 1024)
-    assert plan_step(alone, lanes[2]).prefill == Chunk("p", 192)
+    assert plan_step(alone, lanes[2]).prefill == Chunk("p", 199)
     full = Snapshot(running=(row("p", 9000), row("q", 9500)), token_s=1e-3)
     assert plan_step(full, lanes[2]).prefill == Chunk("p", 1024)
 
@@ -104,6 +122,11 @@ def test_decode_keeps_its_floor_of_the_time(decode_s, prefill_s, floor, steps):
     assert prefilling >= min(steps * prefill_s, decoding * (1 - floor) / floor) * 0.5, "prefill starves"
 
 
+def test_a_floor_beside_which_no_prefill_would_move_is_none():
+    with pytest.raises(AssertionError):
+        Policy(prefill_chunk=1024, decode_floor=1.0)
+
+
 def test_nothing_is_owed_where_no_decode_row_runs():
     assert settle(5.0, 0.0, 1.0, 0.5) == 0.0
     assert settle(5.0, 1.0, 1.0, 0.0) == 0.0
@@ -115,8 +138,9 @@ def test_nothing_is_owed_where_no_decode_row_runs():
         (None, 64, 64),
         (0.0, 1024, 1024),
         (1e-6, 1024, 1024),
-        (1 / 1300, 320, 1024),
-        (0.01, 64, 448),
+        (1 / 1300, 258, 1024),
+        (1 / 3000, 576, 1024),
+        (0.01, 64, 500),
         (0.3, 64, 64),
     ],
 )
@@ -134,6 +158,29 @@ def waiting(id: str, arrival: int, *, priority: int = 0, deadline: float = 10.0,
 def test_paused_requests_enter_first_then_priority_then_arrival():
     queue = [waiting("c", 3), waiting("b", 2, priority=1), waiting("a", 1), waiting("p", 9, priority=-5, paused=True)]
     assert [entry.id for entry in admission_order(queue)] == ["p", "b", "a", "c"]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Asked(Entry):
+    id: str = "x"
+    priority: int = 0
+
+
+def prefilling(tokens: list[int], done: int, stops: tuple[int, ...], priority: int = 0) -> Asked:
+    lease = Lease("x", 1, len(tokens), array("i"), Node(None, b"", b"", 0, 0), array("i", tokens[:done]), stops=stops)
+    return Asked(arrival=0, submitted=0.0, deadline=10.0, tokens=tokens, lease=lease, priority=priority)
+
+
+def test_a_prompt_waits_for_what_another_is_about_to_keep_of_it():
+    system, rest = list(range(200)), [7] * 50
+    queued = Asked(arrival=1, submitted=0.0, deadline=10.0, tokens=system + rest)
+    assert follows(queued, [prefilling(system + [9] * 50, 0, (200,))], now=1.0)
+    assert not follows(queued, [prefilling(system + [9] * 50, 200, (200,))], now=1.0), "it is there"
+    assert not follows(queued, [prefilling(system + [9] * 50, 0, (230,))], now=1.0), "they part before"
+    assert not follows(queued, [prefilling(system + [9] * 50, 0, ())], now=1.0), "nothing is kept"
+    assert not follows(queued, [prefilling(system + [9] * 50, 0, (200,), priority=-1)], now=1.0)
+    assert not follows(queued, [prefilling(system + [9] * 50, 0, (200,))], now=5.0), "it has waited long enough"
+    assert not follows(queued, [], now=1.0)
 
 
 def test_only_requests_that_never_ran_expire():

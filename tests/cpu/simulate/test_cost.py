@@ -6,7 +6,8 @@ import pytest
 
 from longlane.errors import ConfigError
 from longlane.simulate.presets import CARDS, CORPUS, fit_table, preset
-from longlane.simulate.tables import fits, outcomes
+from longlane.simulate.scenarios import SCENARIOS, Setting, default_config
+from longlane.simulate.tables import fits, markdown, outcomes
 from longlane.simulate.workload import TEXTS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "simulate.md").read_text()
@@ -35,6 +36,8 @@ def test_the_page_shows_the_fit():
 @pytest.mark.nightly
 def test_the_page_shows_the_outcomes():
     assert outcomes("4080s") in PAGE, "put the text of longlane.simulate.tables.outcomes() into docs/simulate.md"
+    rows = SCENARIOS["drafting"](Setting(preset("4080s"), default_config("4080s"))).rows
+    assert markdown(rows) in PAGE, "put the rows of its scenario `drafting` there"
 
 
 def test_a_prompt_costs_the_sum_of_its_chunks():

@@ -1,18 +1,15 @@
 """What the policy promises on a card, without the card."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from longlane.engine.scheduler import MAX_SKIPS, Policy
-from longlane.simulate.machine import Machine, PolicyName
-from longlane.simulate.measures import throughput, wait_s
+from longlane.engine.scheduler import MAX_SKIPS
+from longlane.simulate.machine import PolicyName
+from longlane.simulate.measures import wait_s
 from longlane.simulate.presets import CARDS, preset
 from longlane.simulate.scenarios import SCENARIOS, Report, Setting, default_config
 from longlane.simulate.workload import TEXTS, Ask
-
-GAP_S = Policy(prefill_chunk=1024, decode_floor=0.5).gap_s
 
 
 def answer(scenario: str, card: str = "4080s", policy: PolicyName = "longlane") -> Report:
@@ -38,8 +35,10 @@ def test_a_short_request_behind_a_long_prefill_waits_for_one_chunk():
     first_come, ours = answer("short-behind-long", policy="fcfs"), answer("short-behind-long")
     assert all(16 <= row["wait_s"] <= 17 for row in first_come.rows)
     assert ours.summary["median_wait_s"] <= 0.2
-    assert ours.summary["worst_wait_s"] <= GAP_S
-    assert 0 < ours.summary["long_loss"] <= 0.08
+    assert ours.summary["worst_wait_s"] <= 0.2
+    assert 0 < ours.summary["chunk_loss"] <= 0.08
+    assert ours.summary["long_loss"] <= 0.085
+    assert first_come.summary["chunk_loss"] == pytest.approx(0)
     assert first_come.summary["long_loss"] == pytest.approx(0)
 
 
@@ -59,9 +58,17 @@ def test_first_come_a_decoding_lane_nearly_stands_still_beside_a_prefill():
 )
 def test_one_lane_more_never_makes_the_total_slower(card):
     rows = answer("lanes", card).rows
-    totals = [row["total_tokens_s"] for row in rows]
     assert [row["lanes"] for row in rows] == list(range(1, 17))
-    assert all(more >= less for less, more in pairwise(totals)), totals
+    # With four tokens of prompt to one of answer the total is level from nine lanes on, but for the ends of the run.
+    for figure, level in (("tokens_s", 1.0), ("tokens_s_after_2048", 0.998)):
+        totals = [row[figure] for row in rows]
+        assert all(more >= level * less for less, more in pairwise(totals)), totals
+
+
+def test_agents_that_start_together_compute_their_system_prompt_once():
+    cached = {str(row["request"]): row["cached"] for row in answer("agents").rows}
+    assert cached["agent 0, turn 0"] == 0
+    assert all(cached[f"agent {agent}, turn 0"] == 8192 for agent in range(1, 10))
 
 
 def test_agents_reuse_what_they_have_in_common_and_all_finish():
@@ -72,15 +79,20 @@ def test_agents_reuse_what_they_have_in_common_and_all_finish():
     assert all(row["cached"] >= 8192 for row in report.rows if not str(row["request"]).endswith("turn 0"))
 
 
+@pytest.mark.parametrize("moment", [0.1, 0.5, 0.95])
+def test_no_chunk_of_a_long_prefill_lasts_longer_than_a_newcomer_may_wait(moment):
+    setting = Setting(preset("4080s"), default_config("4080s"))
+    long = Ask(id="long", prompt=range(92_700), answer=[0])
+    short = Ask(id="short", prompt=range(10**6, 10**6 + 466), answer=[0], arrival_s=90 * moment)
+    steps = setting.run([long, short], 2).steps
+    assert max(step.prefill_s for step in steps if step.chunk and step.chunk.id == "long") <= 0.2
+
+
 @pytest.mark.parametrize("card", ["4080s", "h200"])
-@pytest.mark.parametrize("text", TEXTS)
-def test_auto_depth_is_within_five_percent_of_the_best_fixed_one(card, text):
-    ask = Ask(id=text, prompt=range(100), answer=list(range(4000)), acceptance=TEXTS[text])
-
-    def speed(depth: int | None) -> float:
-        config = replace(default_config(card), draft_tokens=depth)
-        return throughput(Machine(preset(card), config).run([ask]))
-
-    fixed = [speed(depth) for depth in range(6)]
-    assert max(fixed) > 1.2 * min(fixed)
-    assert speed(None) >= 0.95 * max(fixed), fixed
+def test_auto_depth_is_within_five_percent_of_the_best_fixed_one(card):
+    rows = answer("drafting", card).rows
+    assert [row["text"] for row in rows] == list(TEXTS)
+    for row in rows:
+        fixed = [row[f"draft_{depth}"] for depth in range(6)]
+        assert max(fixed) > 1.2 * min(fixed)
+        assert row["auto"] >= 0.95 * max(fixed), row
