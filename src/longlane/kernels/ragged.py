@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-PAGE = 64  # tokens
+from longlane.kernels.layout import PAGE, lay_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,14 @@ def ragged(
     """Lay the rows out on the device of `block_table`. `contexts` is the device copy of `context` where one exists
     (the fixed buffer of a captured graph); rows of equal length then need nothing from the host."""
     device = block_table.device
-    rows, tokens = len(context), query_start[-1]
     if contexts is None:
         contexts = torch.tensor(context, dtype=torch.int32, device=device)
     lengths = [b - a for a, b in pairwise(query_start)]
-    index = torch.arange(tokens, device=device)
-    if lengths == lengths[:1] * rows:
-        row, column = index // lengths[0], index % lengths[0]
-        starts = torch.arange(0, tokens + 1, lengths[0], dtype=torch.int32, device=device)
-    else:
-        starts = torch.tensor(query_start, dtype=torch.int32, device=device)
-        row = torch.repeat_interleave(torch.arange(rows, device=device), torch.tensor(lengths, device=device))
-        column = index - starts[row]
-    position = contexts[row] + column
+    if lengths == lengths[:1] * len(lengths):
+        starts, page, offset = lay_out(contexts, block_table, lengths[0])
+        return Ragged(query_start, context, block_table, slots, starts, contexts, page, offset)
+    starts = torch.tensor(query_start, dtype=torch.int32, device=device)
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device))
+    position = contexts[row] + torch.arange(query_start[-1], device=device) - starts[row]
     page = block_table[row, position // PAGE].long()
     return Ragged(query_start, context, block_table, slots, starts, contexts, page, (position % PAGE).long())
