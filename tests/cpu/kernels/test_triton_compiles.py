@@ -15,7 +15,7 @@ from longlane.kernels.gdn import triton as gdn
 from longlane.kernels.kv_codec import triton as kv_codec
 from longlane.kernels.kv_codec.pages import KVPages
 from longlane.kernels.launch import DeviceProperties
-from longlane.kernels.linear import tiles, triton as linear
+from longlane.kernels.linear import expand, gluon, tiles
 from longlane.kernels.norm_rope import triton as norm_rope
 from support.compile_only import compiling
 from support.rows import make_rows
@@ -29,16 +29,17 @@ def zeros(*shape, dtype=bf16):
     return torch.zeros(shape, dtype=dtype)
 
 
-with compiling(card, [attention, gdn, kv_codec, linear, norm_rope]) as compiled:
+with compiling(card, [attention, gdn, kv_codec, norm_rope]) as compiled:
     for kind in ("q4", "q5", "q6", "q8", "bf16"):
         for n, k, paired in ((5120, 6144, False), (34816, 5120, True)):
             data = torch.empty(n // 16, k // 64, tiles.BLOCK[kind], dtype=torch.int32, device="meta")
             for columns in (8, 16, 32):
-                cut = linear.plan(tiles.Tiles(kind, (n, k), data, paired), columns, card.shared_bytes)
+                cut = gluon.plan(tiles.Tiles(kind, (n, k), data, paired), columns, card.shared_bytes)
                 small = torch.zeros(cut.row_blocks * cut.side, k // 64, tiles.BLOCK[kind], dtype=torch.int32)
-                linear.stream(zeros(columns, k), tiles.Tiles(kind, (16 * len(small), k), small, paired), cut)
+                part = tiles.Tiles(kind, (16 * len(small), k), small, paired)
+                gluon.stream(zeros(columns, k), part, zeros(columns, part.outputs), card, cut)
         if kind != "bf16":
-            linear.expand(tiles.Tiles(kind, (16, 512), torch.zeros(1, 8, tiles.BLOCK[kind], dtype=torch.int32)))
+            expand.expand(tiles.Tiles(kind, (16, 512), torch.zeros(1, 8, tiles.BLOCK[kind], dtype=torch.int32)))
     weight = torch.ones(256)
     for lengths, context in (((1, 1), (0, 70)), ((4, 4), (9, 9)), ((70,), (5,))):
         rows = make_rows(lengths, context)

@@ -50,6 +50,11 @@ class Tiles:
         return self.data.shape[1]
 
     @property
+    def outputs(self) -> int:
+        """Values that a product gives: half the rows for gate and up."""
+        return self.shape[0] // 2 if self.paired else self.shape[0]
+
+    @property
     def nbytes(self) -> int:
         return self.data.numel() * self.data.element_size()
 

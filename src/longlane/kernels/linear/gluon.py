@@ -1,0 +1,335 @@
+# ruff: noqa: PLR1714 - the kernel language has no sets.
+"""Few columns against one tiled matrix, on any card: one kernel that streams the weights once through `cp.async` and
+multiplies codes by activations on tensor cores (bfloat16 x bfloat16, exact codes, float32 sums, the scale applied to a
+group's sum).
+
+It is batch-invariant: warp w of W takes blocks w, w + W, ... in order, then the warps' sums are added in a fixed
+order; W depends on the shape of the matrix alone. So a column has the same bits whatever stands beside it. Written in
+Gluon because the point is which thread holds what: a Triton `tl.dot` on unpacked words moves them through shared memory
+(see `bench/results/log.md`).
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from longlane.kernels.launch import DeviceProperties
+from longlane.kernels.linear import tiles as tiles_of
+from longlane.kernels.linear.fragments import BLOCK, SCALES, entry, offsets, unpacked
+from longlane.kernels.linear.layouts import (
+    column_copy_layout,
+    column_layout,
+    dense_layout,
+    scale_copy_layout,
+    scale_layout,
+    word_layout,
+)
+from longlane.kernels.linear.tiles import COLUMNS, Tiles
+
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+
+
+@gluon.jit
+def _copy(stage, data, blocks, KIND: gl.constexpr, CUT: gl.constexpr):
+    """Start copying a step's blocks to the (words, extra words, scales) of a stage in shared memory."""
+    words, extra, scales = stage[0], stage[1], stage[2]
+    SIZE: gl.constexpr = entry(BLOCK, KIND)
+    WORDS: gl.constexpr = word_layout(CUT, words.shape[2])
+    async_copy.async_copy_global_to_shared(words, data + offsets(WORDS, blocks * SIZE, SIZE))
+    if KIND == "q5" or KIND == "q6":
+        BYTES: gl.constexpr = 4 if KIND == "q5" else 2
+        EXTRA: gl.constexpr = word_layout(CUT, 128)
+        rest = (data + 128).to(gl.pointer_type(extra.dtype), bitcast=True)
+        async_copy.async_copy_global_to_shared(extra, rest + offsets(EXTRA, blocks * (BYTES * SIZE), BYTES * SIZE))
+    if KIND != "bf16":
+        SCALE: gl.constexpr = scale_copy_layout(CUT, 2 if KIND == "q8" else 1)
+        halves = (data + entry(SCALES, KIND)).to(gl.pointer_type(gl.float16), bitcast=True)
+        async_copy.async_copy_global_to_shared(scales, halves + offsets(SCALE, blocks * (2 * SIZE), 2 * SIZE))
+
+
+@gluon.jit
+def _copy_columns(target, x, x_stride, first, columns, CUT: gl.constexpr):
+    """Start copying columns [n, 64 x blocks] from value `first` on. What lies beyond the last column stays what it
+    was: it only reaches sums that nobody stores."""
+    LAYOUT: gl.constexpr = column_copy_layout(CUT, target.shape[0])
+    column = gl.arange(0, target.shape[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    inner = first + gl.arange(0, target.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    async_copy.async_copy_global_to_shared(target, x + column * x_stride + inner, mask=column < columns)
+
+
+@gluon.jit
+def _read(stage, KIND: gl.constexpr, CUT: gl.constexpr):
+    """(first words, second words, scales): the second are the extra ones of q5 and q6, the second plane of q8."""
+    words, extra, scales = stage[0], stage[1], stage[2]
+    LAYOUT: gl.constexpr = word_layout(CUT, 128)
+    if KIND == "bf16":
+        DENSE: gl.constexpr = dense_layout(CUT)
+        first = words._reinterpret(gl.bfloat16, DENSE.shape, FLAT).load(DENSE)
+        second = first
+        scale = first
+    else:
+        scale = scales.load(scale_layout(CUT, 2 if KIND == "q8" else 1))
+        first = words.slice(0, 128, dim=2).load(LAYOUT)
+        second = first
+        if KIND == "q8":
+            second = words.slice(128, 128, dim=2).load(LAYOUT)
+        if KIND == "q5" or KIND == "q6":
+            second = extra.load(LAYOUT)
+    return first, second, scale
+
+
+@gluon.jit
+def _left(first, second, KIND: gl.constexpr, SIDE: gl.constexpr, mma: gl.constexpr):
+    """The left operand [B, 16 R SIDE, 64]: its tile r SIDE + s is row block s R + r, since warps alternate tile by
+    tile."""
+    R: gl.constexpr = first.shape[0] // SIDE
+    B: gl.constexpr = first.shape[1]
+    if KIND == "bf16":
+        # side, R, B, b, kt, g, t, kh, r8, kp
+        values = first.reshape([SIDE, R, B, 2, 2, 8, 4, 2, 2, 2]).permute(2, 1, 0, 8, 5, 3, 4, 7, 6, 9)
+    else:
+        # side, R, B, g, t, b, kp, r8, kh, kt
+        values = unpacked(first, second, KIND).reshape([SIDE, R, B, 8, 4, 2, 2, 2, 2, 2])
+        values = values.permute(2, 1, 0, 7, 3, 5, 9, 8, 4, 6)
+    return gl.convert_layout(
+        values.reshape([B, R * SIDE * 16, 64]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
+    )
+
+
+@gluon.jit
+def _row_scales(scale, GROUPS: gl.constexpr, SIDE: gl.constexpr, mma: gl.constexpr):
+    """[B, 16 R SIDE, GROUPS] float32, rows as in `_left`."""
+    R: gl.constexpr = scale.shape[0] // SIDE
+    B: gl.constexpr = scale.shape[1]
+    ordered = scale.reshape([SIDE, R, B, 8, GROUPS, 2]).permute(2, 1, 0, 5, 3, 4)
+    return ordered.reshape([B, R * SIDE * 16, GROUPS]).to(gl.float32)
+
+
+@gluon.jit
+def _halves(x):
+    """The two halves of the last axis, [..., 2 k] -> 2 of [..., k]."""
+    B: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    K: gl.constexpr = x.shape[2]
+    return x.reshape([B, N, 2, K // 2]).permute(0, 1, 3, 2).split()
+
+
+@gluon.jit
+def _row_halves(x):
+    """The two halves of the middle axis, [B, 2 k, n] -> 2 of [B, k, n]."""
+    B: gl.constexpr = x.shape[0]
+    K: gl.constexpr = x.shape[1]
+    N: gl.constexpr = x.shape[2]
+    return x.reshape([B, 2, K // 2, N]).permute(0, 2, 3, 1).split()
+
+
+@gluon.jit
+def _early_late(x, LAYOUT: gl.constexpr):
+    """The two halves of the first axis, [2 k, ...] -> 2 of [k, ...] in LAYOUT."""
+    HALF: gl.constexpr = x.shape[0] // 2
+    ROWS_: gl.constexpr = x.shape[1]
+    if len(x.shape) == 3:
+        early, late = x.reshape([2, HALF, ROWS_, x.shape[2]]).permute(1, 2, 3, 0).split()
+    else:
+        early, late = x.reshape([2, HALF, ROWS_]).permute(1, 2, 0).split()
+    return gl.convert_layout(early, LAYOUT, assert_trivial=True), gl.convert_layout(late, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _add_blocks(total, sums, scale, more_sums, more_scale, TWO: gl.constexpr, J: gl.constexpr, mma: gl.constexpr):
+    """total [W, rows, n] + scale [W J, rows] * sums [W J, rows, n], block by block; with TWO, a block's second group
+    follows its first. One multiply-add a group, so that the bits do not depend on J."""
+    if J == 1:
+        total = total + sums * scale[:, :, None]
+        if TWO:
+            total = total + more_sums * more_scale[:, :, None]
+    else:
+        ROW: gl.constexpr = gl.SliceLayout(2, mma)
+        early, late = _early_late(sums, mma)
+        early_scale, late_scale = _early_late(scale, ROW)
+        more_early, more_late = _early_late(more_sums, mma)
+        more_early_scale, more_late_scale = _early_late(more_scale, ROW)
+        total = _add_blocks(total, early, early_scale, more_early, more_early_scale, TWO, J // 2, mma)
+        total = _add_blocks(total, late, late_scale, more_late, more_late_scale, TWO, J // 2, mma)
+    return total
+
+
+@gluon.jit
+def _accumulate(
+    total, first, second, scale, x, KIND: gl.constexpr, SIDE: gl.constexpr, J: gl.constexpr, mma: gl.constexpr
+):
+    """Multiply a step's blocks and add them to total [warps that share them, rows, n]."""
+    W: gl.constexpr = total.shape[0]
+    HEIGHT: gl.constexpr = total.shape[1]
+    n: gl.constexpr = total.shape[2]
+    B: gl.constexpr = W * J
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    ROW: gl.constexpr = gl.SliceLayout(2, mma)
+    left = _left(first, second, KIND, SIDE, mma)
+    # n, B, b, t, kt, kh, kp
+    right = x.reshape([n, B, 2, 4, 2, 2, 2]).permute(1, 2, 4, 5, 3, 6, 0).reshape([B, 64, n])
+    right = gl.convert_layout(right, RIGHT, assert_trivial=True)
+    zeros = gl.zeros([B, HEIGHT, n], gl.float32, layout=mma)
+    if KIND == "q8":
+        low_scale, high_scale = _row_scales(scale, 2, SIDE, mma).split()
+        low_scale = gl.convert_layout(low_scale, ROW, assert_trivial=True)
+        high_scale = gl.convert_layout(high_scale, ROW, assert_trivial=True)
+        left_low, left_high = _halves(left)
+        right_low, right_high = _row_halves(right)
+        low = mma_v2(
+            gl.convert_layout(left_low, LEFT, assert_trivial=True),
+            gl.convert_layout(right_low, RIGHT, assert_trivial=True),
+            zeros,
+        )
+        high = mma_v2(
+            gl.convert_layout(left_high, LEFT, assert_trivial=True),
+            gl.convert_layout(right_high, RIGHT, assert_trivial=True),
+            zeros,
+        )
+        total = _add_blocks(total, low, low_scale, high, high_scale, True, J, mma)
+    else:
+        sums = mma_v2(left, right, zeros)
+        row_scale = gl.full([B, HEIGHT], 1.0, gl.float32, layout=ROW)
+        if KIND != "bf16":
+            row_scale = _row_scales(scale, 1, SIDE, mma).reshape([B, HEIGHT])
+            row_scale = gl.convert_layout(row_scale, ROW, assert_trivial=True)
+        total = _add_blocks(total, sums, row_scale, sums, row_scale, False, J, mma)
+    return total
+
+
+@gluon.jit
+def _stage(buffers, slot):
+    return buffers[0].index(slot), buffers[1].index(slot), buffers[2].index(slot)
+
+
+@gluon.jit(do_not_specialize=["columns"])
+def _stream(
+    x, data, out, columns, x_stride, out_stride, N, blocks,
+    KIND: gl.constexpr, SPLIT: gl.constexpr, SIDE: gl.constexpr, J: gl.constexpr, R: gl.constexpr,
+    n: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """out[c, row] = sum over K of W[row] x[c], for 16 R SIDE rows and n columns a program. Of its SPLIT x SIDE warps,
+    SIDE stand side by side in rows, SPLIT share the blocks of a row."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SPLIT, SIDE, 1], [1, 16, 8])
+    CUT: gl.constexpr = (SPLIT, SIDE, J, R)
+    B: gl.constexpr = SPLIT * J
+    ROW_BLOCKS: gl.constexpr = SIDE * R
+    SIZE: gl.constexpr = entry(BLOCK, KIND)
+    PLANES: gl.constexpr = 4 if KIND == "bf16" else 2 if KIND == "q8" else 1
+    EXTRA: gl.constexpr = gl.int16 if KIND == "q6" else gl.int8
+    EXTRA_SIZE: gl.constexpr = 128 if KIND == "q5" or KIND == "q6" else 1
+    buffers = (
+        gl.allocate_shared_memory(gl.int32, [STAGES, ROW_BLOCKS, B, 128 * PLANES], FLAT),
+        gl.allocate_shared_memory(EXTRA, [STAGES, ROW_BLOCKS, B, EXTRA_SIZE], FLAT),
+        gl.allocate_shared_memory(gl.float16, [STAGES, ROW_BLOCKS, B, 32 if KIND == "q8" else 16], FLAT),
+    )
+    # Odd columns swap their 64-byte halves, so that a quarter warp reads all banks once.
+    right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, n, B * 64], gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
+    first_column = gl.program_id(1) * n
+    x += first_column * x_stride
+    columns -= first_column
+    data += gl.program_id(0).to(gl.int64) * ROW_BLOCKS * blocks * SIZE
+    if PDL:
+        gdc_launch_dependents()
+    for step in gl.static_range(STAGES - 1):
+        if step * B < blocks:
+            _copy(_stage(buffers, step), data + step * B * SIZE, blocks, KIND, CUT)
+    if PDL:
+        # Weights never change: they are on their way before the kernel that makes x has ended.
+        gdc_wait()
+    for step in gl.static_range(STAGES - 1):
+        if step * B < blocks:
+            _copy_columns(right.index(step), x, x_stride, step * B * 64, columns, CUT)
+        async_copy.commit_group()
+    total = gl.zeros([SPLIT, ROW_BLOCKS * 16, n], gl.float32, layout=mma)
+    for step in range(0, blocks // B):
+        async_copy.wait_group(STAGES - 2)
+        first, second, scale = _read(_stage(buffers, step % STAGES), KIND, CUT)
+        values = right.index(step % STAGES).load(column_layout(CUT, n))
+        ahead = step + STAGES - 1
+        if ahead * B < blocks:
+            _copy(_stage(buffers, ahead % STAGES), data + ahead * B * SIZE, blocks, KIND, CUT)
+            _copy_columns(right.index(ahead % STAGES), x, x_stride, ahead * B * 64, columns, CUT)
+        async_copy.commit_group()
+        total = _accumulate(total, first, second, scale, values, KIND, SIDE, J, mma)
+
+    sums = gl.sum(total, axis=0)
+    OWN: gl.constexpr = R // 2 if PAIRED else R
+    if PAIRED:
+        gate, up = sums.reshape([OWN, 2, SIDE * 16, n]).permute(0, 2, 3, 1).split()
+        sums = (gate / (1 + gl.exp(-gate)) * up).reshape([OWN * SIDE * 16, n])
+    OUT: gl.constexpr = gl.SliceLayout(0, mma)
+    sums = gl.convert_layout(sums, OUT)
+    tile = gl.arange(0, OWN * SIDE * 16, layout=gl.SliceLayout(1, OUT))[:, None]
+    row_block = gl.program_id(0) * OWN * SIDE + tile // 16 % SIDE * OWN + tile // (16 * SIDE)
+    row = row_block * 16 + tile % 16
+    column = gl.arange(0, n, layout=gl.SliceLayout(0, OUT))[None, :]
+    target = out + (first_column + column) * out_stride + row
+    gl.store(target, sums.to(out.dtype.element_ty), mask=(column < columns) & (row < N))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How `_stream` cuts a matrix. `split` warps share the blocks of a row, and with them fix the order of its sum;
+    the rest is speed alone: `side` warps stand side by side, a warp takes `row_blocks` x `blocks` a step, `stages`
+    steps are in flight."""
+
+    split: int
+    side: int
+    blocks: int
+    row_blocks: int
+    stages: int
+
+
+# Warps that share the blocks of a row: a constant, because it fixes the bits of every column.
+SPLIT = 4
+
+
+def plan(tiles: Tiles, columns: int, shared_bytes: int) -> Plan:
+    """The fastest cut of an H200 (`bench/results/log.md`), made smaller until it fits the shared memory of a program.
+    Neither stages nor blocks a step change the bits."""
+    cut = _fastest(tiles, columns)
+
+    def need(cut: Plan) -> int:
+        weights = cut.side * cut.row_blocks * tiles_of.BLOCK[tiles.kind] * 4
+        return cut.stages * cut.split * cut.blocks * (weights + 2 * COLUMNS * columns)
+
+    while need(cut) > shared_bytes and cut.stages > 2:
+        cut = replace(cut, stages=cut.stages - 1)
+    return cut if need(cut) <= shared_bytes else replace(cut, blocks=1)
+
+
+def _fastest(tiles: Tiles, columns: int) -> Plan:
+    row_blocks, wide = tiles.data.shape[0], columns > 8
+    if tiles.paired:
+        return Plan(SPLIT, 1, 1, 2, 4 if wide else 6)
+    if columns > 16:
+        return Plan(SPLIT, 1, 1, 1, 4)
+    if row_blocks < 512:
+        return Plan(SPLIT, 1, 2, 1, 4)
+    if row_blocks < 4096:
+        return Plan(SPLIT, 1, 2, 2, 4)
+    return Plan(SPLIT, 1, 1, 2, 4) if wide else Plan(SPLIT, 1, 2, 1, 4)
+
+
+def stream(x: Tensor, tiles: Tiles, out: Tensor, card: DeviceProperties, cut: Plan | None = None) -> None:
+    """out [M, N or N / 2], bfloat16 or float32, = x [M, K] times the matrix. x has rows of whole blocks, 32-byte
+    aligned."""
+    columns = x.shape[0]
+    n = 8 if columns <= 8 else 16 if columns <= 16 else 32
+    cut = cut or plan(tiles, n, card.shared_bytes)
+    row_blocks = cut.side * cut.row_blocks
+    assert tiles.blocks % (cut.split * cut.blocks) == 0, (tiles.blocks, cut)
+    assert tiles.data.shape[0] % row_blocks == 0, (tiles.data.shape, cut)
+    pdl = card.dependent_launch
+    grid = (tiles.data.shape[0] // row_blocks, -(-columns // n))
+    _stream[grid](
+        x, tiles.data, out, columns, x.stride(0), out.stride(0), out.shape[1], tiles.blocks,
+        KIND=tiles.kind, SPLIT=cut.split, SIDE=cut.side, J=cut.blocks, R=cut.row_blocks, n=n, STAGES=cut.stages,
+        PAIRED=tiles.paired, PDL=pdl, num_warps=cut.split * cut.side, launch_pdl=pdl,
+    )  # fmt: skip
