@@ -125,7 +125,6 @@ class Steps:
         # What it holds is memory that the next capture may use.
         self._ran = None
 
-    @torch.inference_mode()
     def launch(self, live: Sequence[Row]) -> None:
         """Start a round: drafts where rows ask for them, then the model over every row's tokens, then the best token of
         each column."""
@@ -147,7 +146,6 @@ class Steps:
         assert self._logits is not None
         return Answer(tokens.reshape(live, columns).tolist(), best, self._logits, range(0, live * columns, columns))
 
-    @torch.inference_mode()
     def settle(self, accepted: Sequence[int]) -> None:
         """Move states and the MTP head on by the first `accepted` columns of each row."""
         _, rows, columns = self._round
@@ -172,24 +170,23 @@ class Steps:
         return ("step", rows, columns), ("settle", rows, columns) if columns > 1 or self._drafter else None
 
     def _run(self, key: Key, body: Callable[[], None]) -> None:
-        if self._graphs is None:
-            body()
-        else:
+        if self._graphs is not None:
             self._graphs.replay(key)
+            return
+        with torch.inference_mode():
+            body()
 
     def _fill(self, live: Sequence[Row], rows: int, columns: int) -> None:
         """Bring the rows' inputs to the device; block tables only where they changed."""
-        block = self._inputs.host
-        block[:, :rows] = 0
-        block[_GIVEN, :rows] = columns
+        lines = [[0, 0, columns] + [0] * columns] * rows
         for place, row in enumerate(live):
             given = len(row.token_ids)
-            block[_CONTEXT, place] = row.lease.length
-            block[_SLOT, place] = row.lease.slot
-            block[_TOKENS : _TOKENS + given, place] = row.token_ids
-            if row.neural:
-                block[_GIVEN, place] = given - 1
-        self._context = tuple(block[_CONTEXT, :rows].tolist())
+            rest = [0] * (columns - given)
+            lines[place] = [
+                row.lease.length, row.lease.slot, given - 1 if row.neural else columns, *row.token_ids, *rest,
+            ]  # fmt: skip
+        self._context = tuple(line[_CONTEXT] for line in lines)
+        self._inputs.host[: _TOKENS + columns, :rows] = np.array(lines, dtype=np.int32).T
         self._inputs.send()
         for place in range(rows):
             pages = live[place].lease.pages.tobytes() if place < len(live) else b""

@@ -269,7 +269,9 @@ class Memory:
     def grow(self, lease: Lease, length: int) -> bool:
         """Pages for `length` tokens; False and no change when the pool is used up by running requests."""
         assert length <= lease.limit, f"{lease.request_id} grows to {length}, its limit is {lease.limit}"
-        need = max(0, pages_for(length) - len(lease.pages))
+        need = pages_for(length) - len(lease.pages)
+        if need <= 0:
+            return True
         free = self._tree.free_pages(need)
         self._flush()
         if not free:

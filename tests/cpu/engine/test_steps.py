@@ -37,6 +37,7 @@ class Recorded:
             body()
             self.bodies[key] = body
 
+    @torch.inference_mode()
     def replay(self, key: Hashable) -> None:
         self.replayed.add(key)
         self.bodies[key]()
