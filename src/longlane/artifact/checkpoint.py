@@ -1,6 +1,7 @@
 """A model as named objects in stored formats, whichever of three kinds of source it comes from."""
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,6 +24,9 @@ from longlane.artifact.text_config import text_config
 from longlane.config import WeightsMode
 from longlane.errors import CheckpointError
 from longlane.kernels.linear.weight import Weight
+
+# Hears of bytes that are done, and of all.
+Told = Callable[[int, int], None]
 
 NO_COUNTS = "draft head: no counts were given, so the lowest token ids were taken for the most frequent"
 
@@ -51,12 +55,14 @@ def load_weights(
     device: str | torch.device = "cpu",
     draft_head: DraftHead | None = None,
     skip: tuple[str, ...] = (),
+    told: Told = lambda done, total: None,
 ) -> tuple[dict[str, Any], dict[str, Weight]]:
     """The text configuration and every weight of an artifact, a Hugging Face directory or a GGUF file.
 
     An artifact and a GGUF file keep their own formats. A directory is encoded by the recipe as `convert` would, so
     that both ways give the same bits, `draft_head` included; `auto` keeps bf16 there. Names that start as one of
-    `skip` says ("vision/") are not read. Raises ArtifactError or CheckpointError.
+    `skip` says ("vision/") are not read. `told` hears after each how many bytes of all are there. Raises ArtifactError
+    or CheckpointError.
     """
     if mode != "auto" and not path.is_dir():
         raise CheckpointError(
@@ -65,15 +71,30 @@ def load_weights(
         )
     if not path.is_dir() and path.suffix != ".gguf":
         artifact = Artifact.open(path)
-        names = [name for name in artifact.parameters if not name.startswith(skip)]
-        return artifact.text_config() or {}, {name: formats.load(artifact, name, device) for name in names}
+        sizes = {
+            name: sum(artifact.objects[part.object].bytes for part in parts)
+            for name, parts in artifact.parameters.items()
+            if not name.startswith(skip)
+        }
+        weights = {name: formats.load(artifact, name, device) for name in count_bytes(sizes, told)}
+        return artifact.text_config() or {}, weights
     model = open_gguf(path) if path.is_file() else open_directory(path, mode, strict=False, draft_head=draft_head)
     config = model.components["text"]
-    items = [item for item in model.items if not item.name.startswith(skip)]
-    stored = {item.name: recipe.assemble(item)[0].to(device) for item in items}
-    entries = {item.name: Entry.tensor(item.name, item.format, item.shape) for item in items}
+    items = {item.name: item for item in model.items if not item.name.startswith(skip)}
+    entries = {name: Entry.tensor(name, item.format, item.shape) for name, item in items.items()}
+    names = count_bytes({name: entry.bytes for name, entry in entries.items()}, told)
+    stored = {name: recipe.assemble(items[name])[0].to(device) for name in names}
     parameters = bind({name: (Part(name),) for name in stored}, entries, config)
     return config, {name: _bound(stored, parts) for name, parts in parameters.items()}
+
+
+def count_bytes(sizes: dict[str, int], told: Told) -> Iterator[str]:
+    """The names; `told` hears of the bytes of each when the next is asked for."""
+    done, total = 0, sum(sizes.values())
+    for name, size in sizes.items():
+        yield name
+        done += size
+        told(done, total)
 
 
 def open_gguf(path: Path) -> Model:

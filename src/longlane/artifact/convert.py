@@ -13,10 +13,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from longlane.artifact import recipe, report
 from longlane.artifact.checkpoint import Model, open_directory, open_gguf
 from longlane.artifact.container import ArtifactWriter, Component, Entry, Proposal
-from longlane.artifact.draft_head import PUBLISHED_ROWS, DraftHead
+from longlane.artifact.draft_head import DraftHead
 from longlane.artifact.formats import to_bytes
 from longlane.artifact.framing import describe
 from longlane.artifact.geometry import DFLASH2, GEOMETRIES, VISION
+from longlane.artifact.inventory import DRAFT_ROWS
 from longlane.artifact.schema import RESOURCES
 from longlane.artifact.text_config import DENSE_SIZES, MOE_SIZES, SIZES
 from longlane.artifact.writer import MAX_FILE_BYTES
@@ -132,7 +133,7 @@ def _differences(model: Model, name: str, draft_head: DraftHead | None) -> Itera
             yield f"the {part} component has another geometry"
     if "dflash2" in parts and name != "qwen3.8-27b":
         yield "there is a DFlash2 drafter"
-    if draft_head and draft_head.rows not in (None, PUBLISHED_ROWS):
+    if draft_head and draft_head.rows not in (None, DRAFT_ROWS):
         yield f"the draft head has {draft_head.rows} rows"
 
 

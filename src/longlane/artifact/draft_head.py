@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from longlane.artifact.inventory import draft_rows
 from longlane.errors import CheckpointError
-
-PUBLISHED_ROWS = 131_072
 
 Counts = NDArray[np.int64]
 
@@ -42,7 +41,7 @@ class DraftHead:
         return choose(counts, self._rows(addressable), special)
 
     def _rows(self, candidates: int) -> int:
-        rows = self.rows or (PUBLISHED_ROWS if candidates > PUBLISHED_ROWS else candidates // 2)
+        rows = self.rows or draft_rows(candidates)
         if rows > candidates:
             raise CheckpointError(f"a draft head of {rows} rows is larger than the {candidates} tokens there are")
         return rows

@@ -36,6 +36,7 @@ class _Output:
     payload_bytes: int
     first: int
     descriptor: int = -1
+    published: bool = False
 
 
 def lay_out(entries: Iterable[Entry]) -> list[Entry]:
@@ -138,6 +139,7 @@ class ArtifactWriter:
             self._refuse_existing()
             for output in reversed(self._outputs):
                 os.replace(output.temporary, output.target)
+                output.published = True
             self._remove_old_parts()
             directory = os.open(self.path.parent, os.O_RDONLY)
             os.fsync(directory)
@@ -146,12 +148,14 @@ class ArtifactWriter:
             self._fail(error)
 
     def abort(self) -> None:
-        """Remove what was written so far."""
+        """Remove what was written so far; parts that have their names already are of no use without the rest."""
         for output in self._outputs:
             if output.descriptor >= 0:
                 os.close(output.descriptor)
                 output.descriptor = -1
             output.temporary.unlink(missing_ok=True)
+            if output.published:
+                output.target.unlink(missing_ok=True)
 
     def __enter__(self) -> "ArtifactWriter":
         return self

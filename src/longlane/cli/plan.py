@@ -11,12 +11,15 @@ from longlane.artifact.container import Artifact
 from longlane.artifact.inventory import GEOMETRIES, Section, tensor_bytes
 from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
+from longlane.artifact.text_config import read_json
 from longlane.cli.tables import print_plan
 from longlane.config import GdnState, SpecMode
 from longlane.errors import ConfigError
 from longlane.memory.plan import GIB, MIB, PlanRequest, activation_width, choose_context, make_plan, max_drafts
 from longlane.models.registry import cache_spec
 
+# Geometries whose vision tower is `artifact.geometry.VISION`.
+RELEASED_TOWER = ("qwen3.8-27b", "qwen3.6-27b", "qwen3.5-27b", "qwen3.6-35b-a3b")
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": MIB, "GIB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -59,7 +62,7 @@ def plan(
     request = PlanRequest(
         device_bytes=parse_size(vram),
         spec=cache_spec(config, mtp="mtp" in spec),
-        weights=_weights(config, path, sections, weights),
+        weights=_weights(config, path, sections, weights, _tower(path, geometry) if vision_tokens else None),
         vocab_size=int(config["vocab_size"]),
         width=activation_width(config),
         kv_dtype=kv_dtype,
@@ -106,14 +109,31 @@ def _config(model: str | None, geometry: str | None) -> tuple[dict[str, Any], Pa
     return open_resources(path).config, path
 
 
-def _weights(config: dict[str, Any], path: Path | None, sections: list[Section], mode: str | None) -> dict[str, int]:
+def _tower(path: Path | None, geometry: str | None) -> dict[str, Any] | None:
+    """The configuration of the vision tower; None for the released one, which a geometry or a file has."""
+    if geometry is not None and geometry not in RELEASED_TOWER:
+        raise ConfigError(
+            f"--vision: the tower of {geometry} is not known here, only that of {', '.join(RELEASED_TOWER)}; "
+            "name a directory with its config.json instead of --geometry"
+        )
+    if path is None or not path.is_dir():
+        return None
+    tower = read_json(path / "config.json").get("vision_config")
+    if not isinstance(tower, dict):
+        raise ConfigError(f"--vision: {path / 'config.json'} has no vision_config; leave out the flag")
+    return tower
+
+
+def _weights(
+    config: dict[str, Any], path: Path | None, sections: list[Section], mode: str | None, tower: dict[str, Any] | None
+) -> dict[str, int]:
     """Bytes by part: what a file holds, else what the inventory of its configuration adds up to."""
     if path is None or path.is_dir():
         # As `serve` loads a directory that nothing was said about.
         mode = mode or ("bf16" if path else "groupwise-int")
         if mode not in ("groupwise-int", "int8", "bf16"):
             raise ConfigError(f"--weights {mode} is not known; one of groupwise-int, int8, bf16")
-        return {part: tensor_bytes(config, [part], weights=mode) for part in sections}
+        return {part: tensor_bytes(config, [part], weights=mode, vision=tower) for part in sections}
     if mode:
         raise ConfigError(f"{path} keeps the formats it was made with; leave out --weights, or name its directory")
     held: dict[str, int] = dict.fromkeys(sections, 0)

@@ -57,7 +57,8 @@ def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
     if dtype == "auto":
         dtype = "bf16" if device.type == "cuda" else "float32"
     path = resolve(config.model)
-    progress(Loading(stage="loading weights", done=0, total=1))
+    stage = "loading weights"
+    progress(Loading(stage=stage, done=0, total=0))
     # float32 and float64 by name are the exact routes.
     packed = config.dtype in ("auto", "bf16")
     loaded = load_model(
@@ -68,8 +69,8 @@ def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
         weights=config.weights,
         mtp="mtp" in config.spec,
         draft_head=config.lm_head_draft,
+        told=lambda done, total: progress(Loading(stage=stage, done=done, total=total)),
     )
-    progress(Loading(stage="loading weights", done=1, total=1))
     vocab_size = known_tokens(path, loaded.info.vocab_size)
     return assemble(config, loaded, path, vocab_size=vocab_size, dtype=dtype, device=device, progress=progress)
 

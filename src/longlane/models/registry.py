@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from longlane.artifact.checkpoint import load_weights
+from longlane.artifact.checkpoint import Told, load_weights
 from longlane.artifact.draft_head import DraftHead
 from longlane.artifact.text_config import ARCHITECTURES
 from longlane.config import WeightsMode
@@ -48,18 +48,19 @@ def load_model(
     weights: WeightsMode = "auto",
     mtp: bool = True,
     draft_head: bool = False,
+    told: Told = lambda done, total: None,
 ) -> LoadedModel:
     """Load an artifact, a Hugging Face directory or a GGUF file. `packed` asks for fast routes, not exact ones.
 
     Without `mtp` or `draft_head` those tensors are left on the disk; a directory that is loaded with its draft head
-    gets one made from its own output head.
+    gets one made from its own output head. `told` hears of bytes read, and of all.
 
     Raises:
         ArtifactError, CheckpointError: when it cannot be read, or does not hold the model its config describes.
     """
     skip = (*UNUSED, *(() if mtp else ("mtp/",)), *(() if draft_head else ("text/draft_head",)))
     made = DraftHead() if draft_head and path.is_dir() else None
-    config, tensors = load_weights(path, weights, device, draft_head=made, skip=skip)
+    config, tensors = load_weights(path, weights, device, draft_head=made, skip=skip, told=told)
     model = build(config, tensors, device=device, dtype=dtype, packed=packed, source=path)
     info = ModelInfo(
         name=path.stem if path.is_file() else path.name,

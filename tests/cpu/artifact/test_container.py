@@ -470,6 +470,24 @@ def test_a_failing_disk_is_a_typed_error(
     assert not list(tmp_path.iterdir())
 
 
+def test_parts_that_have_their_names_go_with_the_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, done = os.replace, []
+
+    def failing(source: str, target: str) -> None:
+        if done:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        done.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(ArtifactError, match="nothing was left behind"):
+        write(tmp_path / "m.ninfer", max_file_bytes=20_000)
+    assert done
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_is_noticed_before_the_work(tmp_path: Path) -> None:
     entries = [Entry.resource("big", 1 << 60)]
     with pytest.raises(ArtifactError, match="free"):

@@ -345,16 +345,17 @@ from longlane.artifact.convert import Options, convert
 recipe.CHUNK_VALUES = formats.CHUNK = 1 << 18
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 base = peak()
-convert(Path(sys.argv[1]), Path(sys.argv[2]), Options(), quiet=True)
+convert(Path(sys.argv[1]), Path(sys.argv[2]), Options(weights=sys.argv[3]), quiet=True)
 print(peak() - base)
 """
 
 
-def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["groupwise-int", "int8", "bf16"])
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, weights: str) -> None:
     config = {**DENSE, "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16}
     tensors = write_checkpoint(tmp_path / "hf", config, shards=4)
     bound = 2 * max(tensor.nbytes for tensor in tensors.values()) + (32 << 20)
     assert sum(tensor.nbytes for tensor in tensors.values()) > 1.5 * bound
-    script = [sys.executable, "-c", MEASURE, str(tmp_path / "hf"), str(tmp_path / "a.ninfer")]
+    script = [sys.executable, "-c", MEASURE, str(tmp_path / "hf"), str(tmp_path / "a.ninfer"), weights]
     used = int(subprocess.run(script, check=True, capture_output=True, text=True).stdout)
     assert used < bound

@@ -89,6 +89,12 @@ def test_counts_have_a_range(app: typer.Typer, flag: str) -> None:
     assert flag.split(maxsplit=1)[0] in result.output
 
 
+def test_a_tower_that_is_not_known_is_not_guessed(app: typer.Typer) -> None:
+    result = CliRunner().invoke(app, ["--geometry", "qwen3.5-2b", "--vision"])
+    assert "the tower of qwen3.5-2b is not known here" in str(result.exception)
+    assert "config.json has no vision_config" in str(CliRunner().invoke(app, ["tiny", "--vision"]).exception)
+
+
 def test_weights_are_those_that_serve_would_load(app: typer.Typer, tmp_path: Path) -> None:
     def weights(command: str) -> int:
         return next(p["bytes"] for p in run(app, f"{command} --json")["pools"] if p["name"] == "weights: text")  # type: ignore[attr-defined]
