@@ -13,6 +13,7 @@ from longlane.api.chat import prepare
 from longlane.api.generation import Delta, Ended, run
 from longlane.api.schemas import ChatRequest
 from longlane.api.state import ServerState
+from longlane.api.thinking import END
 from longlane.api.usage import timings
 from longlane.cli.options import pick, takes
 from longlane.cli.session import LoadingBars, open_session
@@ -55,10 +56,12 @@ def chat(
     prompt: Annotated[str | None, typer.Option(help="Ask this, print the answer, leave.")] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Limit of an answer.", min=1)] = 1024,
+    hide_thinking: Annotated[bool, typer.Option("--hide-thinking", help="Do not show thoughts.")] = False,
     **values: Any,
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer, Ctrl-D ends the conversation."""
     console = Console(stderr=True, highlight=False)
+    screen = Screen(console, hide_thinking)
     engine_config = pick(EngineConfig, {"model": model, **values})
     state = open_session(engine_config, pick(ServerConfig, values | {"default_max_tokens": max_tokens}), console)
     messages = [{"role": "system", "content": system}] if system else []
@@ -68,7 +71,7 @@ def chat(
             parts: list[str] = []
             try:
                 with contextlib.suppress(KeyboardInterrupt):
-                    background.run(_answer(state, messages, parts))
+                    background.run(_answer(state, messages, parts, screen))
             except LonglaneError as error:
                 if prompt is not None or state.engine.state == "dead":
                     raise
@@ -101,15 +104,41 @@ def _questions() -> Iterator[str]:
             yield question
 
 
-async def _answer(state: ServerState, messages: list[dict[str, Any]], parts: list[str]) -> None:
+class Screen:
+    """Where an answer is shown: itself on standard output, its thoughts dimmed on standard error or not at all."""
+
+    def __init__(self, console: Console, hide_thinking: bool) -> None:
+        self._console = console
+        self._hide_thinking = hide_thinking
+        self._thinking = self._between = False
+
+    def begin(self, thinking: bool) -> None:
+        """Before each answer; `thinking`: it begins inside of thoughts."""
+        self._thinking, self._between = thinking, False
+
+    def show(self, text: str) -> None:
+        if self._thinking:
+            thought, end, text = text.partition(END)
+            self._thinking, self._between = not end, bool(end)
+            if not self._hide_thinking:
+                self._console.out(thought + "\n" * bool(end), style="dim", end="", highlight=False)
+        if self._between:
+            text = text.lstrip("\n")
+            self._between = not text
+        print(text, end="", flush=True)
+
+
+async def _answer(state: ServerState, messages: list[dict[str, Any]], parts: list[str], screen: Screen) -> None:
     """Print the answer as it comes, then what it took; `parts` collects it, so that a stopped one is kept too."""
     job, _ = prepare(state, ChatRequest(model=state.model_id, messages=messages))
+    thinking = job.requests[0].thinking
+    screen.begin(thinking is not None and thinking.open)
     events = run(state.engine, state.frontend.tokenizer, job, 1, state.running)
     async with contextlib.aclosing(events):
         async for event in events:
             if isinstance(event, Delta):
                 parts.append(event.text)
-                print(event.text, end="", flush=True)
+                screen.show(event.text)
             if isinstance(event, Ended):
                 print(f"\n\n{summary(event)}", flush=True)
 

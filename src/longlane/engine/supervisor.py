@@ -115,9 +115,10 @@ class Supervisor:
             error = self._explain(how)
             self._on_death(error)
             if not restarts:
-                if self._first_ready is not None and not self._first_ready.done():
-                    self._first_ready.set_exception(error)
-                if not self._stopping:
+                starter = self._first_ready
+                if starter is not None and not starter.done():
+                    starter.set_exception(error)
+                elif not self._stopping:
                     log.error("engine: %s%s", error.message, self._where())
                 return
             self.health = replace(self.health, restarts=self.health.restarts + 1)
@@ -243,7 +244,7 @@ class Supervisor:
             return EngineError("the server is shutting down")
         if self._fatal is not None:
             if self._first_ready is not None and not self._first_ready.done():
-                return EngineError(self._fatal.message, code=self._fatal.code)
+                return EngineError(f"{self._fatal.message}{self._where()}", code=self._fatal.code)
             log.error("engine: %s", self._fatal.message)
         advice = "it is restarting, send the request again" if self.state == "restarting" else "it is not restarted"
         return EngineError(f"the engine process {how}; {advice}")

@@ -325,3 +325,18 @@ def test_thinking_switches_reach_the_template(
 def test_thinking_switches_that_cannot_be_obeyed(api: Api, body: dict[str, Any], code: str) -> None:
     reply = api.post(**body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, code)
+
+
+def test_priority_and_patience_reach_the_engine(api: Api) -> None:
+    api.post(priority=-3, pending_timeout_ms=1500)
+    api.post("/v1/completions", priority=2)
+    api.post()
+    found = [(request.priority, request.pending_timeout_s) for request in api.engine.requests]
+    # Lower goes first for a client, higher for the engine.
+    assert found == [(3, 1.5), (-2, None), (0, None)]
+
+
+@pytest.mark.parametrize("body", [{"priority": 2**31}, {"priority": 0.5}, {"pending_timeout_ms": 0}])
+def test_priority_and_patience_have_bounds(api: Api, body: dict[str, Any]) -> None:
+    reply = api.post(**body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(body)))

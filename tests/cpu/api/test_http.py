@@ -1,6 +1,7 @@
 """What happens below the API: keys, limits, garbage, clients that leave."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
-from longlane.api.http import BodyPlaces, Guard, body_of
+from longlane.api.http import MEDIUM_PLACES, BodyPlaces, Guard, body_of
 from support.http_server import Served, serving
 from support.scripted_engine import ScriptedEngine, says
 
@@ -133,6 +134,32 @@ def test_large_bodies_are_taken_one_after_the_other(api: Api, monkeypatch: pytes
         thread.join(20)
     assert statuses == [200] * 4
     assert not api.served.state.bodies.large.locked()
+
+
+def test_only_so_many_bodies_of_medium_size_are_read_at_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longlane.api.http.MEDIUM_BODY", 1000)
+    padded = chat_body().ljust(5000)
+    statuses: list[int] = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(MEDIUM_PLACES):
+            slow = stack.enter_context(socket.create_connection((api.served.host, api.served.port)))
+            slow.sendall(post(padded)[:4000])
+        until(api.served.state.bodies.medium.locked)
+        more = threading.Thread(target=lambda: statuses.append(api.http.post(CHAT, content=padded).status_code))
+        more.start()
+        assert api.post().status_code == 200, "a small one needs no place"
+        assert statuses == []
+    more.join(20)
+    assert statuses == [200]
+    assert not api.served.state.bodies.medium.locked()
+
+
+def test_a_full_server_refuses_before_it_reads(api: Api) -> None:
+    api.engine.full = True
+    garbage = api.http.post(CHAT, content=b"never parsed")
+    assert (garbage.status_code, garbage.json()["error"]["code"]) == (429, "server_overloaded")
+    assert garbage.headers["retry-after"]
+    assert not api.engine.requests
 
 
 def test_waiting_for_another_large_body_is_not_counted_as_slowness(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,11 @@
 """Routes that say how the server is."""
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from longlane.engine.faults import Fault
+from longlane.engine.supervisor import Health
+from longlane.errors import EngineError
 
 from .conftest import Api
 
@@ -45,3 +50,55 @@ def test_load(api: Api) -> None:
     assert body["requests"] == {"running": 0, "prefilling": 0, "waiting": 0}
     assert body["occupancy"]["kv_pages"] == 0
     assert body["counters"] == {"steps": 7, "computed_prefill_tokens": 5, "decode_tokens": 3}
+
+
+def test_health_tells_of_a_fault_for_good(api: Api) -> None:
+    fault = Fault(time="2026-11-30T00:00:00+00:00", how="was ended by SIGKILL", report="/faults/a.json")
+    api.engine.health = Health(restarts=2, last_fault=fault, safe_mode="without CUDA graphs, since it died")
+    told = {
+        "restarts": 2,
+        "last_fault": {"time": fault.time, "how": "was ended by SIGKILL", "report": "/faults/a.json"},
+        "safe_mode": "without CUDA graphs, since it died",
+    }
+    assert api.http.get("/health").json() == {"status": "ok", **told}
+    api.engine.state = "restarting"
+    assert api.http.get("/health").json() == {"status": "restarting", **told}
+
+
+def metrics(api: Api) -> dict[str, float]:
+    reply = api.http.get("/metrics")
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith("text/plain; version=")
+    families = text_string_to_metric_families(reply.text)
+    return {sample.name + "".join(sample.labels.values()): sample.value for f in families for sample in f.samples}
+
+
+def test_metrics_count_what_was_answered(api: Api) -> None:
+    before = metrics(api)
+    api.engine.cached_tokens = 2
+    used = api.post().json()["usage"]
+    api.post(temperature=9)
+    api.engine.refuse = EngineError("full", code="server_overloaded", status=429)
+    api.post()
+    after = metrics(api)
+    grown = {
+        name: after[name] - before[name] for name in after if name.endswith(("total", "done", "rejected", "error"))
+    }
+    assert grown["longlane:requests_totaldone"] == 1
+    assert grown["longlane:requests_totalrejected"] == 2
+    assert grown["longlane:requests_totalerror"] == 0
+    assert grown["llamacpp:prompt_tokens_total"] == used["prompt_tokens"] - 2
+    assert grown["longlane:prefix_cache_hit_tokens_total"] == 2
+    assert grown["llamacpp:tokens_predicted_total"] == used["completion_tokens"]
+    assert grown["llamacpp:tokens_predicted_seconds_total"] == 2.0
+    assert (after["longlane:engine_up"], after["longlane:kv_pages_total"]) == (1, 16)
+
+
+def test_metrics_say_that_the_engine_is_down_and_what_it_runs_without(api: Api) -> None:
+    api.engine.health = Health(restarts=3, safe_mode='without "graphs"')
+    api.engine.state = "restarting"
+    found = metrics(api)
+    assert (found["longlane:engine_up"], found["longlane:engine_restarts"]) == (0, 3)
+    assert found['longlane:engine_safe_modewithout "graphs"'] == 1
+    api.engine.health = Health()
+    assert not [name for name in metrics(api) if name.startswith("longlane:engine_safe_mode")]
