@@ -22,8 +22,9 @@ GIB = 1 << 30
 DRIVER_BYTES = 448 * MIB
 # Left free for fragmentation and for what other programs take on a card that drives a screen.
 RESERVE_BYTES = 1 * GIB
-# One captured decode graph: its nodes and private pool, per (lanes, query length).
-GRAPH_BYTES = 8 * MIB
+# One captured CUDA graph, and what all of them work in beside their logits: measured with the 27B, rounded up.
+GRAPH_BYTES = 2 * MIB
+GRAPH_POOL_BYTES = 32 * MIB
 # Encoder activations for 1,024 merged image tokens.
 VISION_BYTES_PER_KTOKEN = 62 * MIB
 
@@ -120,7 +121,6 @@ def record_bytes(spec: CacheSpec, dtype: str = "bf16") -> int:
 def fixed_pools(req: PlanRequest) -> list[Pool]:
     """Every pool but the KV pages."""
     spec, columns = req.spec, req.draft_tokens + 1
-    graphs = req.lanes * (2 if req.draft_tokens else 1)
     # The widest activations of a chunk, their float32 twin in the recurrent layers, and the logits of a decode step.
     workspace = req.prefill_chunk * VALUE_BYTES[req.dtype] * (2 * req.width + 6 * max(spec.conv_channels, spec.hidden))
     workspace += req.lanes * columns * req.vocab_size * 4
@@ -143,11 +143,22 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
             Pool(name="vision workspace", bytes=size, note=f"up to {req.vision_tokens} image tokens a request")
         )
     if req.graphs:
-        pools.append(Pool(name="CUDA graphs", bytes=graphs * GRAPH_BYTES, note=f"{graphs} captured shapes"))
+        graphs = captured_graphs(req)
+        # Logits as the head leaves them, and widened.
+        size = graphs * GRAPH_BYTES + GRAPH_POOL_BYTES + req.lanes * columns * req.vocab_size * 6
+        pools.append(Pool(name="CUDA graphs", bytes=size, note=f"{graphs} graphs and what they work in"))
     if req.driver_bytes:
         pools.append(Pool(name="driver", bytes=req.driver_bytes, note="context and libraries, an allowance"))
     pools.append(Pool(name="reserve", bytes=req.reserve_bytes, note="kept free"))
     return pools
+
+
+def captured_graphs(req: PlanRequest) -> int:
+    """For each number of rows: a round of each width, what settles it, and drafts of each depth."""
+    widths, mtp = len(captured_sizes(req.draft_tokens + 1)), req.draft_tokens and req.spec.mtp_layers
+    # A plain decode step without an MTP head needs no settling.
+    each = 2 * widths + min(req.draft_tokens, MAX_MTP_DRAFTS) if mtp else 2 * widths - 1
+    return len(captured_sizes(req.lanes)) * each
 
 
 def make_plan(req: PlanRequest) -> MemoryPlan:

@@ -11,7 +11,7 @@ from longlane.engine.steps import Limits, Steps
 from longlane.layers.batch import new_caches
 from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
-from longlane.memory.plan import captured_sizes
+from longlane.memory.plan import PlanRequest, captured_graphs, captured_sizes, max_drafts
 from longlane.memory.states import SlotPool
 from longlane.models.decoder import Decoder
 from longlane.models.registry import build
@@ -99,6 +99,15 @@ def test_rounding_up_changes_no_token(model, plain, spec):
     assert len(log.tokens["r3"]) == 42
 
 
+def planned(model: Decoder, spec: str) -> int:
+    """Graphs that the memory plan counts."""
+    request = PlanRequest(
+        device_bytes=0, spec=model.spec, weights={}, vocab_size=VOCAB, width=96, kv_dtype="float64", lanes=LANES,
+        max_context=CONTEXT, draft_tokens=max_drafts(spec, None),
+    )  # fmt: skip
+    return captured_graphs(request)
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_whatever_runs_was_captured(model, plain, spec):
     made, recorded = engine(model, spec, exact=False), Recorded()
@@ -106,6 +115,7 @@ def test_whatever_runs_was_captured(model, plain, spec):
     for rows in made._runner.steps.row_sizes:
         made._runner.steps.warm_up(rows, capture=True)
     assert made._runner.steps.graphed
+    assert len(recorded.bodies) == planned(model, spec)
     assert answers(made).tokens == plain
     kinds = {kind for kind, _, _ in recorded.replayed}
     assert kinds == ({"step"} if spec == "off" else {"step", "settle", "propose"})
