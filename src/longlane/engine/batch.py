@@ -10,16 +10,18 @@ from torch import Tensor
 
 from longlane.layers.batch import Batch
 from longlane.memory.manager import Lease
+from longlane.sampling import ColumnParameters
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """token_ids to compute on top of what `lease` has in the cache. neural: drafts that the MTP head is to make after
-    them, in a decode round."""
+    """token_ids to compute on top of what `lease` has in the cache. In a decode round, neural: drafts that the MTP head
+    is to make after them; parameters: what each column is drawn with, greedily where there are none."""
 
     lease: Lease
     token_ids: Sequence[int]
     neural: int = 0
+    parameters: Sequence[ColumnParameters] = ()
 
     @property
     def columns(self) -> int:

@@ -19,7 +19,7 @@ from longlane.engine.runner import Runner
 from longlane.errors import EngineError, LonglaneError
 from longlane.memory.manager import Memory
 from longlane.memory.plan import PAGE
-from longlane.sampling import Decision, RowState, decide_rows
+from longlane.sampling import Decision, RowState, column_parameters, decide_rows
 from longlane.spec.drafter import DraftLane, Proposal
 from longlane.types import Admitted, Finished, FinishReason, FromEngine, Request, Stats, Tokens
 
@@ -428,4 +428,6 @@ class Engine:
 def decode_row(job: Job, proposal: Proposal) -> Row:
     """The last token and the drafts."""
     assert job.lease is not None
-    return Row(job.lease, [job.tokens[-1], *proposal.token_ids], proposal.neural)
+    token_ids = [job.tokens[-1], *proposal.token_ids]
+    parameters = column_parameters(job.row, len(token_ids) + proposal.neural)
+    return Row(job.lease, token_ids, proposal.neural, parameters)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longlane.engine.batch import Row
 from longlane.engine.graphs import Graphs
+from longlane.kernels.sampling import draw_rows
 from longlane.layers.batch import Batch, Caches, CacheSpec, Output, Record
 from longlane.memory.plan import MAX_MTP_DRAFTS, captured_sizes
 from longlane.spec.mtp import MTPDrafter
@@ -52,8 +53,8 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a round computed. tokens: per row its inputs, the MTP head's drafts among them. best: of every column the
-    lowest id of the largest logit, and that logit. logits [n, V], row r from starts[r] on: overwritten by the next
-    round."""
+    token that its parameters draw, and its largest logit. logits [n, V], row r from starts[r] on: overwritten by the
+    next round."""
 
     tokens: list[list[int]]
     best: list[tuple[int, float]]
@@ -85,6 +86,8 @@ class Steps:
         self._table = Mirror((limits.lanes, self.table_pages), device)
         self._accepted = Mirror((limits.lanes,), device)
         self._answer = Mirror((3, most), device)
+        # A row of `draw_rows`'s parameters after the other, as long as the round has columns.
+        self._parameters = Mirror((5 * most,), device, torch.float64)
         self._drafts = torch.zeros(limits.lanes, limits.columns, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
@@ -126,8 +129,8 @@ class Steps:
         self._ran = None
 
     def launch(self, live: Sequence[Row]) -> None:
-        """Start a round: drafts where rows ask for them, then the model over every row's tokens, then the best token of
-        each column."""
+        """Start a round: drafts where rows ask for them, then the model over every row's tokens, then a draw from each
+        column."""
         rows = _at_least(self._row_sizes, len(live))
         columns = _at_least(self._column_sizes, max(row.columns for row in live))
         self._fill(live, rows, columns)
@@ -188,6 +191,12 @@ class Steps:
         self._context = tuple(line[_CONTEXT] for line in lines)
         self._inputs.host[: _TOKENS + columns, :rows] = np.array(lines, dtype=np.int32).T
         self._inputs.send()
+        parameters = self._parameters.host[: 5 * rows * columns].reshape(5, rows, columns)
+        parameters[:] = 0
+        for place, row in enumerate(live):
+            if row.parameters:
+                parameters[:, place, : row.columns] = np.array(row.parameters).T
+        self._parameters.send()
         for place in range(rows):
             pages = live[place].lease.pages.tobytes() if place < len(live) else b""
             if pages != self._known[place]:
@@ -232,10 +241,10 @@ class Steps:
         if self._logits is None:
             self._logits = logits.new_empty(len(self._tokens), self._vocab_size)
         self._logits[:count] = logits
-        best = logits.argmax(dim=1)
+        ids, peaks = draw_rows(logits, self._parameters.device[: 5 * count].view(5, count))
         answer = self._answer.device
-        answer[0, :count] = best
-        answer[1, :count] = logits.gather(1, best[:, None])[:, 0].float().view(torch.int32)
+        answer[0, :count] = ids
+        answer[1, :count] = peaks.float().view(torch.int32)
         answer[2, :count] = tokens
 
     def _settle(self, rows: int) -> None:
@@ -249,12 +258,12 @@ class Steps:
 
 
 class Mirror:
-    """An int32 buffer on the device and its pinned twin, `host`, as an array. On the CPU they are one."""
+    """A buffer on the device and its pinned twin, `host`, as an array. On the CPU they are one."""
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        self.device = torch.zeros(shape, dtype=torch.int32, device=device)
+    def __init__(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int32) -> None:
+        self.device = torch.zeros(shape, dtype=dtype, device=device)
         self._remote = device.type == "cuda"
-        self._twin = torch.zeros(shape, dtype=torch.int32, pin_memory=True) if self._remote else self.device
+        self._twin = torch.zeros(shape, dtype=dtype, pin_memory=True) if self._remote else self.device
         self.host = self._twin.numpy()
         self._event = torch.cuda.Event() if self._remote else None  # type: ignore[no-untyped-call]
 

@@ -20,8 +20,9 @@ from longlane.sampling.philox import uniform
 from longlane.sampling.state import RowState
 from longlane.types import FinishReason, TokenLogprobs
 
-# Parameters of `draw_rows` for a column that nobody draws from.
-_GREEDY = (0.0, 0.0, 0.0, 1.0, 0.0)
+# Uniform number, temperature, top_k, top_p, min_p.
+ColumnParameters = tuple[float, float, float, float, float]
+_GREEDY: ColumnParameters = (0.0, 0.0, 0.0, 1.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +59,21 @@ def decide_rows(
     rows: Sequence[RowState],
     *,
     starts: Sequence[int] | None = None,
-    best: list[tuple[int, float]] | None = None,
-    drawn: Tensor | None = None,
+    best: Sequence[tuple[int, float]] | None = None,
 ) -> list[Decision | EngineError]:
     """`decide` for many rows of one vocabulary: row r has len(drafts[r]) + 1 columns of logits from starts[r] on, or
     packed in order. A row that cannot be decided yields its error, the others are not touched by it.
 
-    What is there already need not be computed: `best`, the lowest id of the largest logit and that logit, of every
-    column of `logits`, is all that greedy rows need; `drawn` is what `draw_ahead` returned.
+    `best` is what the step has found already: of every column of `logits` the token that `column_parameters` of its row
+    draw from it, and its largest logit. It is all that rows without penalties and mask need.
     """
-    starts = _starts(drafts) if starts is None else starts
+    starts = [0, *accumulate(len(run) + 1 for run in drafts)][:-1] if starts is None else starts
     assert logits.shape[0] >= starts[-1] + len(drafts[-1]) + 1, (logits.shape, starts, drafts)
-    logits = _plain_float(logits)[:, : _vocabulary(rows)]
-    if drawn is None:
-        drawn = draw_ahead(logits, drafts, rows, starts=starts)
-    if drawn is not None:
-        # The only wait for the device. Greedy rows are in it too.
-        ids, peaks = drawn.tolist()
-        best = list(zip(map(int, ids), peaks, strict=True))
-    elif best is None:
-        best = _best(logits)
+    size = rows[0].vocab_size
+    assert all(row.vocab_size == size for row in rows), [row.vocab_size for row in rows]
+    logits = logits[:, :size] if logits.dtype in (torch.float32, torch.float64) else logits[:, :size].float()
+    if best is None or not all(map(_is_plain, rows)):
+        best = _draw(logits, drafts, rows, starts)
     out: list[Decision | EngineError] = []
     for start, run, row in zip(starts, drafts, rows, strict=True):
         span = slice(start, start + len(run) + 1)
@@ -88,42 +84,41 @@ def decide_rows(
     return out
 
 
-def draw_ahead(
-    logits: Tensor,
-    drafts: Sequence[Sequence[int]],
-    rows: Sequence[RowState],
-    *,
-    starts: Sequence[int] | None = None,
-) -> Tensor | None:
-    """Draw all columns at once, each as if the drafts in front of it stood: where they do not, nobody looks at it.
-    Arguments as for `decide_rows`. On a card in float32 nothing waits for the device.
+def column_parameters(row: RowState, columns: int) -> list[ColumnParameters]:
+    """What the next columns of `row` are drawn with, see `kernels.sampling.draw_rows`. It is known before it is known
+    which drafts stand, since the random number of a position depends on nothing else."""
+    params = row.params
+    if params.temperature == 0:
+        return [_GREEDY] * columns
+    filters = (params.temperature, params.top_k, params.top_p, params.min_p)
+    return [(uniform(params.seed, row.position + column), *filters) for column in range(columns)]
 
-    Returns [2, columns] float64 on the device of the logits: tokens, and the largest logit of each column. None where
-    all rows take the largest logit as it is.
-    """
-    if all(row.params.temperature == 0 and _is_plain(row) for row in rows):
-        return None
-    starts = _starts(drafts) if starts is None else starts
-    logits = _plain_float(logits)[:, : _vocabulary(rows)]
+
+def _draw(
+    logits: Tensor, drafts: Sequence[Sequence[int]], rows: Sequence[RowState], starts: Sequence[int]
+) -> list[tuple[int, float]]:
+    """(token, largest logit) of all columns at once, each as if the drafts in front of it stood: where they do not,
+    nobody looks at it. One transfer from the device."""
     if not all(map(_is_plain, rows)):
         # Log probabilities are of the logits as they were.
         logits = logits.clone()
     columns = [_GREEDY] * logits.shape[0]
     for start, run, row in zip(starts, drafts, rows, strict=True):
-        span, params = slice(start, start + len(run) + 1), row.params
+        span = slice(start, start + len(run) + 1)
+        columns[span] = column_parameters(row, len(run) + 1)
         if not _is_plain(row):
             logits[span] = _adjusted(logits[span], run, row)
-        if params.temperature > 0:
-            filters = (params.temperature, params.top_k, params.top_p, params.min_p)
-            columns[span] = [(uniform(params.seed, row.position + i), *filters) for i in range(len(run) + 1)]
-    # From pinned memory a copy does not wait for what the device is still doing.
-    parameters = torch.tensor(columns, dtype=torch.float64, pin_memory=logits.is_cuda)
-    parameters = parameters.to(logits.device, non_blocking=True).T.contiguous()
-    ids, peaks = sampling.draw_rows(logits, parameters)
-    return torch.stack((ids.double(), peaks.double()))
+    if all(column is _GREEDY for column in columns):
+        ids, peaks = sampling.greedy(logits)
+    else:
+        # From pinned memory a copy does not wait for what the device is still doing.
+        parameters = torch.tensor(columns, dtype=torch.float64, pin_memory=logits.is_cuda)
+        ids, peaks = sampling.draw_rows(logits, parameters.to(logits.device, non_blocking=True).T.contiguous())
+    tokens, largest = torch.stack((ids.double(), peaks.double())).tolist()
+    return list(zip(map(int, tokens), largest, strict=True))
 
 
-def _run(logits: Tensor, drafts: Sequence[int], row: RowState, chosen: list[tuple[int, float]]) -> Decision:
+def _run(logits: Tensor, drafts: Sequence[int], row: RowState, chosen: Sequence[tuple[int, float]]) -> Decision:
     decided: list[int] = []
     logprobs: list[TokenLogprobs] | None = None if row.request.top_logprobs is None else []
     for column in range(len(drafts) + 1):
@@ -153,22 +148,6 @@ def _is_plain(row: RowState) -> bool:
     return row.penalties is None and row.mask is None
 
 
-def _starts(drafts: Sequence[Sequence[int]]) -> list[int]:
-    return [0, *accumulate(len(run) + 1 for run in drafts)][:-1]
-
-
-def _vocabulary(rows: Sequence[RowState]) -> int:
-    size = rows[0].vocab_size
-    assert all(row.vocab_size == size for row in rows), [row.vocab_size for row in rows]
-    return size
-
-
-def _best(logits: Tensor) -> list[tuple[int, float]]:
-    """Per column of [T, V]: the lowest id of the largest logit, and that logit (NaN if any is)."""
-    ids, peaks = sampling.greedy(logits)
-    return list(zip(ids.tolist(), peaks.tolist(), strict=True))
-
-
 def _finite(token: int, peak: float, row: RowState) -> int:
     if math.isfinite(peak):
         return token
@@ -178,7 +157,3 @@ def _finite(token: int, peak: float, row: RowState) -> int:
         code="undecidable_token",
         status=500,
     )
-
-
-def _plain_float(logits: Tensor) -> Tensor:
-    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longlane.errors import EngineError
+from longlane.kernels import sampling as kernels
 from longlane.kernels.sampling import naive
-from longlane.sampling import RowState, decide, decide_rows, draw_ahead
+from longlane.sampling import RowState, column_parameters, decide, decide_rows
 from longlane.sampling.philox import uniform
 from longlane.types import Request, SamplingParams, ThinkingBudget
 from support.toy_model import VOCAB, ToyModel, answer
@@ -160,12 +161,22 @@ def test_rows_drawn_ahead_decide_as_rows_alone():
 
     logits = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(1))
     starts, drafts = [1, 5, 10, 14], [[1, 2], [int(logits[5].argmax()), 3], [4], []]
-    drawn = draw_ahead(logits, drafts, rows(), starts=starts)
-    together = decide_rows(logits, drafts, rows(), starts=starts, drawn=drawn)
-    assert together == decide_rows(logits, drafts, rows(), starts=starts)
+    together = decide_rows(logits, drafts, rows(), starts=starts)
     for start, run, row, decision in zip(starts, drafts, rows(), together, strict=True):
         assert decision == decide(logits[start : start + len(run) + 1], run, row)
-    assert draw_ahead(logits[:3], [[1, 2]], rows()[1:2]) is None
+    # What a step has drawn by itself is not drawn again, but where penalties change the logits.
+    parameters = torch.zeros(5, 20, dtype=torch.float64)
+    for start, run, row in zip(starts, drafts, rows(), strict=True):
+        columns = torch.tensor(column_parameters(row, len(run) + 1), dtype=torch.float64)
+        parameters[:, start : start + len(run) + 1] = columns.T
+    best = list(zip(*(part.tolist() for part in kernels.draw_rows(logits, parameters)), strict=True))
+    assert decide_rows(logits, drafts, rows(), starts=starts, best=best) == together
+    plain = [0, 1, 3]
+    blank = torch.full_like(logits, torch.nan)
+    alone = [(starts[i], drafts[i], rows()[i]) for i in plain]
+    assert decide_rows(
+        blank, [d for _, d, _ in alone], [r for *_, r in alone], starts=[s for s, *_ in alone], best=best
+    ) == [together[i] for i in plain]
 
 
 def test_padding_rows_of_the_head_are_never_drawn():
