@@ -1,5 +1,6 @@
 """What tiles hold and what their kernels compute, without a card."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,10 +48,15 @@ def stream(x: Tensor, tiled: tiles.Tiles, out: Tensor | None = None) -> Tensor:
     return y.to(torch.bfloat16) if out is None else out.copy_(y)
 
 
+def stream_many(x: Tensor, matrices: Sequence[tiles.Tiles], outs: Sequence[Tensor]) -> None:
+    for tiled, out in zip(matrices, outs, strict=True):
+        stream(x, tiled, out)
+
+
 def expand(tiled: tiles.Tiles) -> Tensor:
     """`kernels.linear.triton.expand` by its definition."""
     rows, columns = tiled.shape
     return unpacked(tiled)[:rows, :columns].to(torch.bfloat16)
 
 
-KERNELS = SimpleNamespace(stream=stream, linear=stream, expand=expand)
+KERNELS = SimpleNamespace(stream=stream, stream_many=stream_many, linear=stream, expand=expand)

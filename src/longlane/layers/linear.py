@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from longlane.kernels.linear import Prepared, linear, rows
+from longlane.kernels.linear import Prepared, linear, linear_side_by_side, rows
 from longlane.layers.parameters import Parameters
 
 
@@ -25,20 +25,13 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if len(self.parts) == 1:
             return linear(x, self.parts[0])
-        return self._into(x, x.new_empty(x.shape[0], self.width))
+        return linear_side_by_side(x, self.parts, x.new_empty(x.shape[0], self.width))
 
     def wide(self, x: Tensor) -> Tensor:
         """The same in the dtype of sums: float32, float64 for float64."""
         if x.dtype in (torch.float32, torch.float64):
             return self(x)
-        return self._into(x, x.new_empty(x.shape[0], self.width, dtype=torch.float32))
-
-    def _into(self, x: Tensor, out: Tensor) -> Tensor:
-        start = 0
-        for part in self.parts:
-            linear(x, part, out=out[:, start : start + part.width])
-            start += part.width
-        return out
+        return linear_side_by_side(x, self.parts, x.new_empty(x.shape[0], self.width, dtype=torch.float32))
 
 
 class Embedding:

@@ -2,8 +2,10 @@
 prepares for that alone."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import accumulate
 from types import ModuleType
 
 import torch
@@ -16,7 +18,18 @@ from longlane.kernels.linear.tiles import ROWS, Tiles, tile, tileable
 from longlane.kernels.linear.weight import GROUP, PackedWeight, Weight
 from longlane.kernels.native.build import library
 
-__all__ = ["GROUP", "PackedWeight", "Prepared", "Weight", "linear", "on_tiles", "prepare", "rows", "table"]
+__all__ = [
+    "GROUP",
+    "PackedWeight",
+    "Prepared",
+    "Weight",
+    "linear",
+    "linear_side_by_side",
+    "on_tiles",
+    "prepare",
+    "rows",
+    "table",
+]
 
 # The widest decode or verify step is 16 lanes of 16 columns. Up to here weights are streamed, which computes a column
 # the same way whatever stands beside it; a dense product of the library does not.
@@ -112,6 +125,20 @@ def linear(x: Tensor, prepared: Prepared, out: Tensor | None = None) -> Tensor:
     if prepared.paired:
         y = norm_rope.swiglu(y)
     return y if out is None else out.copy_(y)
+
+
+def linear_side_by_side(x: Tensor, parts: Sequence[Prepared], out: Tensor) -> Tensor:
+    """`linear` of several weights that share x [M, K], into neighbouring columns of `out` [M, sum of widths]."""
+    ends = list(accumulate(part.width for part in parts))
+    outs = [out[:, end - part.width : end] for end, part in zip(ends, parts, strict=True)]
+    tiles = [part.tiles for part in parts if part.tiles is not None and not part.paired]
+    if len(tiles) == len(parts) and len(x) <= _INDEPENDENT:
+        # One launch where the card has a kernel for it.
+        _gpu().stream_many(x, tiles, outs)
+        return out
+    for part, target in zip(parts, outs, strict=True):
+        linear(x, part, out=target)
+    return out
 
 
 def rows(prepared: Prepared, ids: Tensor) -> Tensor:
