@@ -36,6 +36,7 @@ from longlane.artifact.layouts import (
     encoded_bytes,
     planes,
 )
+from longlane.artifact.upload import Place
 from longlane.errors import ArtifactError, CheckpointError
 from longlane.kernels.linear import naive
 from longlane.kernels.linear.weight import PackedWeight, Weight
@@ -251,8 +252,9 @@ def check_scales(weight: Stored, where: str) -> None:
 _DAMAGED = "scales must be finite and not negative: the file is damaged, fetch it again or convert the model anew"
 
 
-def load(artifact: Artifact, name: str, device: str | torch.device = "cpu") -> Weight:
-    """The parameter `name` as a weight on `device`; on the CPU, views of the file wherever it is one whole object.
+def load(artifact: Artifact, name: str, place: Place = lambda tensor: tensor) -> Weight:
+    """The parameter `name` as a weight, each of its planes where `place` puts it; before that they are views of the
+    file wherever it is one whole object.
 
     FP8 and NVFP4, which no linear route takes, become bfloat16.
 
@@ -269,8 +271,8 @@ def load(artifact: Artifact, name: str, device: str | torch.device = "cpu") -> W
         raise ArtifactError(f"{artifact.path}: {name!r} joins parts of different formats or widths: {sorted(kinds)}")
     weight = concat_rows(weights)
     if isinstance(weight, Tensor):
-        return weight.to(device)
-    moved: dict[str, Any] = {name: plane.to(device) for name, plane in _plane_tensors(weight).items()}
+        return place(weight)
+    moved: dict[str, Any] = {name: place(plane) for name, plane in _plane_tensors(weight).items()}
     return replace(weight, **moved)
 
 
