@@ -7,9 +7,10 @@ The time of a step depends on the shapes and formats of the weights, not on thei
 constant. Activations keep their size from layer to layer, so that nothing overflows and softmax stays soft.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -34,12 +35,12 @@ def random_model(
     seed: int = 0,
 ) -> LoadedModel:
     """The model of a Hugging Face text configuration, by default with its MTP head and a reduced draft head."""
-    made = random_weights(config, device, weights=weights, mtp=mtp, seed=seed)
+    made = RandomWeights(config, device, weights=weights, mtp=mtp, seed=seed)
     model = build(config, made, device=device, dtype=dtype, packed=packed)
     info = ModelInfo(
         name="random",
         family="qwen3_5",
-        parameters=sum(prod(weight.shape) for weight in made.values()),
+        parameters=sum(prod(item.shape) for item in made.items_by_name.values()),
         vocab_size=config["vocab_size"],
         max_context=config["max_position_embeddings"],
         weights_bytes=model.weight_bytes,
@@ -47,19 +48,32 @@ def random_model(
     return LoadedModel(model, info, dict(config))
 
 
-def random_weights(
-    config: Mapping[str, Any],
-    device: torch.device | str,
-    *,
-    weights: str = "groupwise-int",
-    mtp: bool = True,
-    seed: int = 0,
-) -> dict[str, Weight]:
-    """Every tensor of the inventory under its name, on `device`."""
-    generator = torch.Generator(device).manual_seed(seed)
-    sections = ("text", "draft_head", "mtp") if mtp else ("text",)
-    items = inventory(dict(config), sections, weights=weights)
-    return {item.name: _tensor(item, config["vocab_size"], generator) for item in items}
+class RandomWeights(Mapping[str, Weight]):
+    """Every tensor of the inventory under its name, made on `device` when it is asked for, the same each time: a card
+    holds the model and one tensor, not the model twice."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        device: torch.device | str,
+        *,
+        weights: str = "groupwise-int",
+        mtp: bool = True,
+        seed: int = 0,
+    ) -> None:
+        sections = ("text", "draft_head", "mtp") if mtp else ("text",)
+        self.items_by_name = {item.name: item for item in inventory(dict(config), sections, weights=weights)}
+        self._vocab_size, self._device, self._seed = config["vocab_size"], device, seed
+
+    def __getitem__(self, name: str) -> Weight:
+        generator = torch.Generator(self._device).manual_seed(crc32(name.encode()) + self._seed)
+        return _tensor(self.items_by_name[name], self._vocab_size, generator)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_by_name)
+
+    def __len__(self) -> int:
+        return len(self.items_by_name)
 
 
 def _tensor(item: Item, vocab_size: int, generator: torch.Generator) -> Weight:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bench.random_model import random_model, random_weights
+from bench.random_model import RandomWeights, random_model
 
 from longlane.artifact.geometry import GEOMETRIES
 from longlane.artifact.inventory import inventory, tensor_bytes
@@ -33,7 +33,7 @@ def test_activations_keep_their_size(config):
 
 
 def test_weights_are_those_of_the_recipe_and_differ_by_seed():
-    made, other = (random_weights(DENSE, "cpu", seed=seed) for seed in (0, 1))
+    made, other = (RandomWeights(DENSE, "cpu", seed=seed) for seed in (0, 1))
     for item in inventory(DENSE, ("text", "draft_head", "mtp")):
         weight = made[item.name]
         assert tuple(weight.shape) == item.shape
@@ -42,6 +42,8 @@ def test_weights_are_those_of_the_recipe_and_differ_by_seed():
             (weight, other[item.name]) if isinstance(weight, torch.Tensor) else (weight.base, other[item.name].base)
         )
         assert not torch.equal(*planes) or item.name.endswith("token_ids")
+        again = made[item.name]
+        assert torch.equal(planes[0], again if isinstance(again, torch.Tensor) else again.base)
     assert len(made) == len(inventory(DENSE, ("text", "draft_head", "mtp")))
 
 
