@@ -39,8 +39,8 @@ class Upload:
         self._turn = 1 - self._turn
         buffer = self._buffers[self._turn][: piece.numel()]
         if self._sent:
-            self._sent[self._turn].synchronize()  # type: ignore[no-untyped-call]
+            self._sent[self._turn].synchronize()
         buffer.copy_(piece)
         into.copy_(buffer, non_blocking=True)
         if self._sent:
-            self._sent[self._turn].record()  # type: ignore[no-untyped-call]
+            self._sent[self._turn].record()
