@@ -85,9 +85,10 @@ class Steps:
         self._inputs = Mirror((_TOKENS + limits.columns, limits.lanes), device)
         self._table = Mirror((limits.lanes, self.table_pages), device)
         self._accepted = Mirror((limits.lanes,), device)
-        self._answer = Mirror((3, most), device)
+        self._answer = Mirror((3, most), device, torch.float64)
         # A row of `draw_rows`'s parameters after the other, as long as the round has columns.
         self._parameters = Mirror((5 * most,), device, torch.float64)
+        self._sampled = False
         self._drafts = torch.zeros(limits.lanes, limits.columns, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
@@ -144,10 +145,11 @@ class Steps:
         """Wait for the round and take its answer."""
         live, _, columns = self._round
         self._answer.wait()
-        ids, peaks, tokens = self._answer.host[:, : live * columns]
-        best = list(zip(ids.tolist(), peaks.view(np.float32).tolist(), strict=True))
+        ids, peaks, flat = self._answer.host[:, : live * columns].tolist()
+        tokens, starts = list(map(int, flat)), range(0, live * columns, columns)
+        best = list(zip(map(int, ids), peaks, strict=True))
         assert self._logits is not None
-        return Answer(tokens.reshape(live, columns).tolist(), best, self._logits, range(0, live * columns, columns))
+        return Answer([tokens[start : start + columns] for start in starts], best, self._logits, starts)
 
     def settle(self, accepted: Sequence[int]) -> None:
         """Move states and the MTP head on by the first `accepted` columns of each row."""
@@ -191,12 +193,16 @@ class Steps:
         self._context = tuple(line[_CONTEXT] for line in lines)
         self._inputs.host[: _TOKENS + columns, :rows] = np.array(lines, dtype=np.int32).T
         self._inputs.send()
-        parameters = self._parameters.host[: 5 * rows * columns].reshape(5, rows, columns)
-        parameters[:] = 0
-        for place, row in enumerate(live):
-            if row.parameters:
-                parameters[:, place, : row.columns] = np.array(row.parameters).T
-        self._parameters.send()
+        # All zeros is greedy, and stays until somebody samples.
+        sampled = any(row.parameters for row in live)
+        if sampled or self._sampled:
+            parameters = self._parameters.host[: 5 * rows * columns].reshape(5, rows, columns)
+            parameters[:] = 0
+            for place, row in enumerate(live):
+                if row.parameters:
+                    parameters[:, place, : row.columns] = np.array(row.parameters).T
+            self._parameters.send()
+            self._sampled = sampled
         for place in range(rows):
             pages = live[place].lease.pages.tobytes() if place < len(live) else b""
             if pages != self._known[place]:
@@ -244,7 +250,7 @@ class Steps:
         ids, peaks = draw_rows(logits, self._parameters.device[: 5 * count].view(5, count))
         answer = self._answer.device
         answer[0, :count] = ids
-        answer[1, :count] = peaks.float().view(torch.int32)
+        answer[1, :count] = peaks
         answer[2, :count] = tokens
 
     def _settle(self, rows: int) -> None:

@@ -71,14 +71,14 @@ def decide_rows(
     assert logits.shape[0] >= starts[-1] + len(drafts[-1]) + 1, (logits.shape, starts, drafts)
     size = rows[0].vocab_size
     assert all(row.vocab_size == size for row in rows), [row.vocab_size for row in rows]
-    logits = logits[:, :size] if logits.dtype in (torch.float32, torch.float64) else logits[:, :size].float()
+    if logits.shape[1] > size or logits.dtype not in (torch.float32, torch.float64):
+        logits = logits[:, :size] if logits.dtype == torch.float64 else logits[:, :size].float()
     if best is None or not all(map(_is_plain, rows)):
         best = _draw(logits, drafts, rows, starts)
     out: list[Decision | EngineError] = []
     for start, run, row in zip(starts, drafts, rows, strict=True):
-        span = slice(start, start + len(run) + 1)
         try:
-            out.append(_run(logits[span], run, row, best[span]))
+            out.append(_run(logits, start, run, row, best))
         except EngineError as error:
             out.append(error)
     return out
@@ -118,14 +118,17 @@ def _draw(
     return list(zip(map(int, tokens), largest, strict=True))
 
 
-def _run(logits: Tensor, drafts: Sequence[int], row: RowState, chosen: Sequence[tuple[int, float]]) -> Decision:
+def _run(
+    logits: Tensor, start: int, drafts: Sequence[int], row: RowState, chosen: Sequence[tuple[int, float]]
+) -> Decision:
+    """Of the columns from `start` on. Logits are looked at only where log probabilities are asked for."""
     decided: list[int] = []
     logprobs: list[TokenLogprobs] | None = None if row.request.top_logprobs is None else []
     for column in range(len(drafts) + 1):
-        token = row.take(-1 if row.forcing else _finite(*chosen[column], row))
+        token = row.take(-1 if row.forcing else _finite(*chosen[start + column], row))
         decided.append(token)
         if logprobs is not None and row.stop_id is None:
-            logprobs.append(token_logprobs(logits[column], token, row.request.top_logprobs or 0))
+            logprobs.append(token_logprobs(logits[start + column], token, row.request.top_logprobs or 0))
         if row.finish or column == len(drafts) or token != drafts[column]:
             break
     published = decided if row.stop_id is None else decided[:-1]

@@ -379,3 +379,55 @@ def test_thousand_requests_leak_nothing():
     assert len(log.finished) == 1000
     stats = engine.stats(check=True)
     assert (stats.pages_free, stats.slots_free, stats.integrity) == (20, 8, [])
+
+
+def test_what_arrives_while_a_step_runs_joins_the_next_one():
+    engine, log = build(settings(max_concurrency=2), pages=16, overlap=True), Log()
+    wanted = [request("a", max_tokens=20), request("b", max_tokens=5)]
+    engine.submit(wanted[0])
+    log.take(engine.step())
+    assert engine.stats().prefilling == 1
+    engine.submit(wanted[1])
+    engine.tend()
+    rows = []
+    engine.on_step(lambda step: rows.append((step["kind"], step["rows"])))
+    log.take(engine.step())
+    assert log.admitted == ["a", "b"]
+    assert "a" in log.tokens, "the step that ran is told of as soon as the next one is on its way"
+    log = run(engine, log)
+    check_answers(log, wanted)
+    assert rows[:3] == [("decode", 1), ("prefill", 1), ("decode", 2)]
+
+
+def test_a_request_cancelled_while_its_step_runs_leaves_only_what_is_committed():
+    engine, log = build(settings(), pages=16, spare_slots=2, overlap=True), Log()
+    first = request("a", 70, 40)
+    engine.submit(first)
+    for _ in range(12):
+        log.take(engine.step())
+    engine.cancel("a")
+    assert "a" not in log.finished
+    run(engine, log)
+    assert log.finished["a"].reason == "cancelled"
+    answer = oracle(first).token_ids
+    assert 0 < len(log.tokens["a"]) < 40
+    assert log.tokens["a"] == answer[: len(log.tokens["a"])]
+    again = Request(id="b", token_ids=[*first.token_ids, *log.tokens["a"], 5], max_tokens=9)
+    engine.submit(again)
+    run(engine, log)
+    assert log.finished["b"].timings.cached_tokens >= 70
+    check_answers(log, [again])
+    assert engine.stats(check=True).integrity == []
+
+
+def test_an_abort_while_a_step_runs_ends_everything():
+    engine, log = build(settings(max_concurrency=2), pages=16, overlap=True), Log()
+    for id in ("a", "b", "c"):
+        engine.submit(request(id, max_tokens=50))
+    for _ in range(4):
+        log.take(engine.step())
+    engine.abort(EngineError("the server is shutting down"))
+    run(engine, log)
+    assert set(log.failed) == {"a", "b", "c"}
+    assert engine.stats(check=True).integrity == []
+    assert engine.stats().pages_free == 16
