@@ -11,12 +11,13 @@ import sys
 import torch
 from longlane.kernels.attention import triton as attention
 from longlane.kernels.gdn import Record
-from longlane.kernels.gdn import triton as gdn
+from longlane.kernels.gdn import chunks, convolution, triton as gdn
 from longlane.kernels.kv_codec import triton as kv_codec
 from longlane.kernels.kv_codec.pages import KVPages
 from longlane.kernels.launch import DeviceProperties
 from longlane.kernels.linear import expand, gluon, tiles
 from longlane.kernels.norm_rope import triton as norm_rope
+from longlane.kernels.sampling import triton as sampling
 from support.compile_only import compiling
 from support.rows import make_rows
 
@@ -29,7 +30,7 @@ def zeros(*shape, dtype=bf16):
     return torch.zeros(shape, dtype=dtype)
 
 
-with compiling(card, [attention, gdn, kv_codec, norm_rope]) as compiled:
+with compiling(card, [attention, chunks, convolution, gdn, kv_codec, norm_rope]) as compiled:
     for kind in ("q4", "q5", "q6", "q8", "bf16"):
         for n, k, paired in ((5120, 6144, False), (34816, 5120, True)):
             data = torch.empty(n // 16, k // 64, tiles.BLOCK[kind], dtype=torch.int32, device="meta")
@@ -61,6 +62,7 @@ with compiling(card, [attention, gdn, kv_codec, norm_rope]) as compiled:
         norm_rope.qk_norm_rope(zeros(n, 24, 256), zeros(n, 4, 256), angle, angle, weight, weight, 1e-6)
         norm_rope.swiglu(zeros(n, 512))
         norm_rope.sigmoid_gate(zeros(n, 512), zeros(n, 512))
+    sampling.draw_columns(zeros(3, 248320, dtype=torch.float32), torch.zeros(3), zeros(5, 3, dtype=torch.float64))
 for kernel in compiled:
     print(kernel.metadata.name, kernel.metadata.shared)
 """
@@ -77,3 +79,4 @@ def test_compiles(major: int, minor: int, shared: int) -> None:
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "_stream" in done.stdout
+    assert "_select" in done.stdout

@@ -7,9 +7,9 @@ measure, of tokens for `top_k`, of mass for the others? Tokens are binned by the
 Tokens that cannot be drawn are left out of the bins: of the largest logits of a column's blocks (`_heights`), the k-th
 is one that its k best tokens reach (`_floor`).
 
-Masses are float64 weights in fixed point, 2^-SHIFT of the best token's, so that their sums do not depend on an order,
-and a draw on nothing but its own column. The oracle sums in float64: a draw may differ from its where the number
-falls within V * 2^-SHIFT of the boundary between two tokens (7e-9 of the best token's mass for 2^18 tokens).
+Masses are float64 weights in fixed point, units of 2^-SHIFT of the best token's, so that their sums do not depend on an
+order, and a draw on nothing but its own column. The oracle sums in float64: a draw may differ from its where the number
+falls within V / 2 units of the boundary between two tokens (7e-9 of the best token's mass for 2^18 tokens).
 """
 
 import torch
