@@ -16,6 +16,7 @@ COMMANDS = {
     "convert": "Turn a checkpoint into one artifact file.",
     "inspect": "Say what is in an artifact.",
     "plan": "Print the memory plan of a model on any card.",
+    "doctor": "Check the machine and every kernel.",
     "simulate": "Run the scheduler over the cost model of a card.",
 }
 USAGE_ERROR = 2

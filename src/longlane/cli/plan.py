@@ -58,11 +58,11 @@ def plan(
     sections += ["draft_head"] if lm_head_draft else []
     vision_tokens = vision_max_tokens or (8192 if vision else 0)
     sections += ["vision"] if vision_tokens else []
-    config, path = _config(model, geometry)
+    config, path = model_config(model, geometry)
     request = PlanRequest(
         device_bytes=parse_size(vram),
         spec=cache_spec(config, mtp="mtp" in spec),
-        weights=_weights(config, path, sections, weights, _tower(path, geometry) if vision_tokens else None),
+        weights=weight_bytes(config, path, sections, weights, _tower(path, geometry) if vision_tokens else None),
         vocab_size=int(config["vocab_size"]),
         width=activation_width(config),
         kv_dtype=kv_dtype,
@@ -97,7 +97,7 @@ def _capacity(text: str) -> int:
     return int(text)
 
 
-def _config(model: str | None, geometry: str | None) -> tuple[dict[str, Any], Path | None]:
+def model_config(model: str | None, geometry: str | None) -> tuple[dict[str, Any], Path | None]:
     if (model is None) == (geometry is None):
         raise ConfigError("give a model or --geometry, one of the two")
     if geometry is not None:
@@ -124,7 +124,7 @@ def _tower(path: Path | None, geometry: str | None) -> dict[str, Any] | None:
     return tower
 
 
-def _weights(
+def weight_bytes(
     config: dict[str, Any], path: Path | None, sections: list[Section], mode: str | None, tower: dict[str, Any] | None
 ) -> dict[str, int]:
     """Bytes by part: what a file holds, else what the inventory of its configuration adds up to."""

@@ -1,0 +1,113 @@
+"""`longlane doctor`: is this machine fit, how fast can it be, and does every kernel compute what it should."""
+
+import dataclasses
+from typing import Annotated, Any
+
+import msgspec
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from longlane.cli.machine import ceilings, describe, hazards
+from longlane.cli.plan import model_config, weight_bytes
+from longlane.cli.tables import human_bytes, print_plan
+from longlane.engine.startup import choose_device, device_bytes
+from longlane.errors import PlanError
+from longlane.kernels.selftest import Check, checks
+from longlane.memory.plan import DRIVER_BYTES, PlanRequest, activation_width, choose_context, make_plan
+from longlane.models.registry import cache_spec
+from longlane.types import MemoryPlan
+
+FAILED = 1
+
+
+def doctor(
+    model: Annotated[str | None, typer.Argument(help="Show the plan of this model with serve's defaults too.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: the first card if there is one.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look at the machine, measure its two ceilings, and run every kernel against its oracle. Exit status 1 if one of
+    them is wrong."""
+    where = choose_device(device)
+    machine, limits = describe(), ceilings(where)
+    results = list(checks(where, torch.bfloat16 if where.type == "cuda" else torch.float32))
+    known = hazards(machine)
+    plan = _plan(model, where) if model else None
+    if as_json:
+        found = {
+            "device": str(where),
+            "machine": machine,
+            "ceilings": limits,
+            "kernels": [dataclasses.asdict(check) | {"passed": check.passed} for check in results],
+            "hazards": [{"message": hazard.message, "evidence": hazard.evidence} for hazard in known],
+            "plan": plan,
+        }
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    else:
+        console = Console(highlight=False)
+        _print_machine(machine, console)
+        console.print(
+            f"{where}: reads {limits['read_bytes_per_s'] / 1e9:,.0f} GB/s, multiplies "
+            f"{limits['product_flops'] / 1e12:,.2f} TFLOP/s (measured now; a decode step reads all weights once)"
+        )
+        _print_checks(results, console)
+        for hazard in known:
+            console.print(f"[bold]Warning:[/bold] {hazard.message}\n  ({hazard.evidence})", soft_wrap=True)
+        if isinstance(plan, MemoryPlan):
+            print_plan(plan, console)
+        elif plan is not None:
+            console.print(f"Plan of {model}: {plan}", soft_wrap=True, markup=False)
+    if not all(check.passed for check in results):
+        raise typer.Exit(FAILED)
+
+
+def _plan(model: str, device: torch.device) -> MemoryPlan | str:
+    """What `serve` would allocate without further flags, or why it cannot."""
+    config, path = model_config(model, None)
+    on_card = device.type == "cuda"
+    dtype = "bf16" if on_card else "float32"
+    try:
+        return make_plan(
+            PlanRequest(
+                device_bytes=device_bytes(device),
+                spec=cache_spec(config, mtp=False),
+                weights=weight_bytes(config, path, ["text"], None, None),
+                vocab_size=int(config["vocab_size"]),
+                width=activation_width(config),
+                dtype=dtype,
+                kv_dtype=dtype,
+                lanes=1,
+                max_context=choose_context(None, int(config["max_position_embeddings"])),
+                state_slots=1,
+                graphs=on_card,
+                driver_bytes=DRIVER_BYTES if on_card else 0,
+            )
+        )
+    except PlanError as error:
+        return error.message
+
+
+def _print_machine(machine: dict[str, Any], console: Console) -> None:
+    versions = ", ".join(f"{name} {machine[name] or '-'}" for name in ("longlane", "python", "torch", "triton"))
+    console.print(versions)
+    memory = f"{human_bytes(machine['memory_available_bytes'])} of {human_bytes(machine['memory_bytes'])} free"
+    console.print(f"{machine['platform']}, {machine['cpu_cores']} cores, {memory}", soft_wrap=True)
+    console.print(machine["driver"] or "no NVIDIA driver", soft_wrap=True)
+    for card in machine["cards"]:
+        told = ", ".join(f"{name} {value}" for name, value in card.items() if value is not None and name != "name")
+        console.print(f"{card['name']}: {told}", soft_wrap=True, markup=False)
+
+
+def _print_checks(results: list[Check], console: Console) -> None:
+    """All that failed, and the nearest of the others to its limit."""
+    failed = [check for check in results if not check.passed]
+    passed = [check for check in results if check.error is not None and check.passed]
+    console.print(f"kernels: {len(passed)} of {len(results)} agree with their oracles")
+    worst = max(passed, key=lambda check: (check.error or 0) / check.limit, default=None)
+    table = Table("kernel", "relative error", "limit", "")
+    for check in [*failed, *([worst] if worst else [])]:
+        error = "-" if check.error is None else f"{check.error:.1e}"
+        verdict = check.failure or ("nearest to its limit" if check.passed else "wrong")
+        table.add_row(check.name, error, f"{check.limit:.1e}", verdict)
+    console.print(table)

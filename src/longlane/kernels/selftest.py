@@ -1,0 +1,178 @@
+"""Each operation of a device against its oracle, on small odd shapes of the family's real widths: `longlane doctor`."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from longlane.kernels import attention, gdn, kv_codec, linear, norm_rope, sampling
+from longlane.kernels.attention import naive as naive_attention
+from longlane.kernels.gdn import naive as naive_gdn
+from longlane.kernels.linear import naive as naive_linear
+from longlane.kernels.norm_rope import naive as naive_norm
+from longlane.kernels.ragged import Ragged, ragged
+
+# Relative error of the whole output that rounding explains: of float32, of bfloat16, and of activations in int8.
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+INT8_LIMIT = 2e-2
+# Bytes a group has in each plane of a packed weight, and the width of its codes.
+PLANES = {"q4_g64_fp16": (32, 0, 4), "q5_g64_fp16": (32, 8, 5), "q6_g64_fp16": (32, 16, 6), "q8_g32_fp16": (32, 0, 8)}
+# What a codec loses of normal values, keys and values together, with a little room.
+CODECS = {"bf16": 3e-3, "int8": 1e-2, "fp8": 4e-2, "rk8v4": 1e-1, "rk4v4": 0.13, "rk4v4-e8": 0.17, "rk2v4-e8": 0.36}
+HEADS, KV_HEADS, HEAD_DIM, EPS = 8, 2, 256, 1e-6
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One operation: its relative error beside the limit, or what it failed with."""
+
+    name: str
+    error: float | None
+    limit: float
+    failure: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.error is not None and self.error <= self.limit
+
+
+def checks(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
+    """Every operation in `dtype` (float32 or bfloat16), one after the other."""
+    torch.manual_seed(0)
+    for name, case in _cases(device, dtype).items():
+        limit = _limit(name, device, dtype)
+        try:
+            got, want = (x.double() for x in case())
+            error = float((got - want).norm() / want.norm().clamp_min(1e-30))
+            yield Check(name=name, error=error, limit=limit)
+        except Exception as error:  # whatever a kernel of an unknown card fails with is the finding
+            yield Check(name=name, error=None, limit=limit, failure=f"{type(error).__name__}: {error}")
+
+
+def _limit(name: str, device: torch.device, dtype: torch.dtype) -> float:
+    op, _, codec = name.partition(" ")
+    if op == "append":
+        return CODECS[codec]
+    return INT8_LIMIT if op == "linear" and device.type == "cpu" else LIMITS[dtype]
+
+
+def _cases(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Pair]]:
+    cases: dict[str, Callable[[], Pair]] = {
+        "rms_norm": partial(_rms_norm, device, dtype),
+        "swiglu": partial(_swiglu, device, dtype),
+        "qk_norm_rope": partial(_rotation, device, dtype),
+        "greedy": partial(_greedy, device),
+    }
+    for format in PLANES:
+        for tokens in (1, 3, 300):
+            cases[f"linear {format}, {tokens} rows"] = partial(_linear, format, tokens, device, dtype)
+    for name, (lengths, contexts) in {"decode": ((1, 1), (70, 0)), "prefill": ((130, 5), (3, 64))}.items():
+        cases[f"delta_rule, {name}"] = partial(_delta_rule, lengths, contexts, device, dtype)
+    for codec in CODECS:
+        cases[f"append {codec}"] = partial(_append, codec, device, dtype)
+        for name, (lengths, contexts) in {"decode": ((1, 1), (130, 5)), "prefill": ((70, 3), (60, 0))}.items():
+            cases[f"attend {codec}, {name}"] = partial(_attend, codec, lengths, contexts, device, dtype)
+    return cases
+
+
+def _rms_norm(device: torch.device, dtype: torch.dtype) -> Pair:
+    x, weight = torch.randn(5, 1000, device=device).to(dtype), torch.randn(1000, device=device)
+    return norm_rope.rms_norm(x, weight, EPS), naive_norm.rms_norm(x, weight, EPS)
+
+
+def _swiglu(device: torch.device, dtype: torch.dtype) -> Pair:
+    x = torch.randn(5, 2000, device=device).to(dtype)
+    return norm_rope.swiglu(x), naive_norm.swiglu(x)
+
+
+def _rotation(device: torch.device, dtype: torch.dtype) -> Pair:
+    q = torch.randn(5, HEADS, HEAD_DIM, device=device).to(dtype)
+    k = torch.randn(5, KV_HEADS, HEAD_DIM, device=device).to(dtype)
+    angle, weights = torch.randn(5, 32, device=device), torch.randn(2, HEAD_DIM, device=device)
+    given = (q, k, angle.cos(), angle.sin(), *weights, EPS)
+    got, want = norm_rope.qk_norm_rope(*given), naive_norm.qk_norm_rope(*given)
+    return torch.cat(got, dim=1), torch.cat(want, dim=1)
+
+
+def _greedy(device: torch.device) -> Pair:
+    logits = torch.randn(3, 5000, device=device)
+    logits[1, 4000] = logits[1, 17] = 9.0
+    lowest = [int((row == row.max()).nonzero()[0]) for row in logits.cpu()]
+    return sampling.greedy(logits)[0].cpu(), torch.tensor(lowest)
+
+
+def _linear(format: str, tokens: int, device: torch.device, dtype: torch.dtype) -> Pair:
+    rows, width = 96, 512
+    base, high, bits = PLANES[format]
+    groups = width // linear.GROUP[format]
+    scale = (torch.rand(rows, groups) + 0.5) * 12**0.5 / (1 << bits) / width**0.5
+    weight = linear.PackedWeight(
+        format,
+        (rows, width),
+        torch.randint(256, (rows, groups, base), dtype=torch.uint8),
+        scale.half(),
+        torch.randint(256, (rows, groups, high), dtype=torch.uint8) if high else None,
+    )
+    x = torch.randn(tokens, width).to(dtype)
+    prepared = linear.prepare(weight, device=device, dtype=dtype, packed=True)
+    return linear.linear(x.to(device), prepared).cpu(), naive_linear.linear(x.float(), weight)
+
+
+def _delta_rule(lengths: tuple[int, ...], contexts: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Pair:
+    value_heads, key_heads, size = 4, 2, 128
+    rows = _rows(lengths, contexts, device)
+    channels = 2 * key_heads * size + value_heads * size
+    x = torch.randn(rows.tokens, channels, device=device).to(dtype)
+    a, b = torch.randn(2, rows.tokens, value_heads, device=device).to(dtype)
+    taps, (a_log, dt_bias) = torch.randn(4, channels, device=device), torch.randn(2, value_heads, device=device)
+    state = torch.randn(len(lengths) + 1, value_heads, size, size, device=device)
+    history = torch.randn(len(lengths) + 1, channels, 3, device=device).to(dtype)
+    out = []
+    convolved = naive_gdn.causal_conv(x, taps, history.clone(), rows, advance=True)
+    for ops in (gdn, naive_gdn):
+        own, past = state.clone(), history.clone()
+        mixed = ops.causal_conv(x, taps, past, rows, advance=True)
+        o = ops.delta_rule(convolved, a, b, a_log, dt_bias, own, rows, advance=True)
+        out.append(torch.cat([part.float().flatten() for part in (mixed, o, own[1:], past[1:])]))
+    return out[0], out[1]
+
+
+def _append(codec: str, device: torch.device, dtype: torch.dtype) -> Pair:
+    """What is read back beside what was written."""
+    rows = _rows((70,), (62,), device)
+    k, v = torch.randn(2, rows.tokens, KV_HEADS, HEAD_DIM, device=device).to(dtype)
+    pages = _pages(codec, rows, device)
+    kv_codec.append(pages, k, v, rows)
+    got = kv_codec.gather(pages, rows.block_table[0], 132)
+    # Read back [heads, positions, D], written [tokens, heads, D].
+    return torch.stack([part[:, 62:].transpose(0, 1).float() for part in got]), torch.stack([k, v]).float()
+
+
+def _attend(
+    codec: str, lengths: tuple[int, ...], contexts: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> Pair:
+    whole = tuple(a + b for a, b in zip(lengths, contexts, strict=True))
+    everything, rows = _rows(whole, (0,) * len(whole), device), _rows(lengths, contexts, device)
+    pages = _pages(codec, rows, device)
+    k, v = torch.randn(2, everything.tokens, KV_HEADS, HEAD_DIM, device=device).to(dtype)
+    kv_codec.append(pages, k, v, everything)
+    q = torch.randn(rows.tokens, HEADS, HEAD_DIM, device=device).to(dtype)
+    scale = HEAD_DIM**-0.5
+    return attention.attend(q, pages, rows, scale=scale), naive_attention.attend(q, pages, rows, scale=scale)
+
+
+def _pages(codec: str, rows: Ragged, device: torch.device) -> kv_codec.KVPages:
+    return kv_codec.allocate(codec, int(rows.block_table.max()) + 1, KV_HEADS, HEAD_DIM, device)
+
+
+def _rows(lengths: tuple[int, ...], contexts: tuple[int, ...], device: torch.device) -> Ragged:
+    """Over pages in no order, slots from 1 on."""
+    starts, count, pages = [0], len(lengths), 4
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    table = (torch.arange(count * pages, dtype=torch.int32).flip(0).view(count, pages) + 1).to(device)
+    return ragged(tuple(starts), contexts, table, torch.arange(1, count + 1, device=device))
