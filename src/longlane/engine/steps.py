@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longlane.engine.batch import Row
 from longlane.engine.graphs import Graphs
-from longlane.kernels.sampling import draw_rows
+from longlane.kernels.sampling import draw_rows, greedy
 from longlane.layers.batch import Batch, Caches, CacheSpec, Output, Record
 from longlane.memory.plan import MAX_MTP_DRAFTS, captured_sizes
 from longlane.spec.mtp import MTPDrafter
@@ -88,7 +88,6 @@ class Steps:
         self._answer = Mirror((3, most), device, torch.float64)
         # A row of `draw_rows`'s parameters after the other, as long as the round has columns.
         self._parameters = Mirror((5 * most,), device, torch.float64)
-        self._sampled = False
         self._drafts = torch.zeros(limits.lanes, limits.columns, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
@@ -116,6 +115,7 @@ class Steps:
             if settle:
                 bodies.append((settle, partial(self._settle, rows)))
             self._prepare(bodies)
+            self._prepare([(("draw", rows, columns), partial(self._draw, rows, columns))])
         if self._drafter:
             for depth in range(1, min(self._limits.columns - 1, MAX_MTP_DRAFTS) + 1):
                 self._prepare([(("propose", rows, depth), partial(self._propose, rows, depth))])
@@ -139,6 +139,9 @@ class Steps:
             self._run(("propose", rows, depth), partial(self._propose, rows, depth))
         self._round = len(live), rows, columns
         self._run(self._keys(rows, columns)[0], partial(self._step, rows, columns))
+        if any(row.parameters for row in live):
+            self._fill_parameters(live, rows, columns)
+            self._run(("draw", rows, columns), partial(self._draw, rows, columns))
         self._answer.bring_back()
 
     def read(self) -> Answer:
@@ -193,16 +196,6 @@ class Steps:
         self._context = tuple(line[_CONTEXT] for line in lines)
         self._inputs.host[: _TOKENS + columns, :rows] = np.array(lines, dtype=np.int32).T
         self._inputs.send()
-        # All zeros is greedy, and stays until somebody samples.
-        sampled = any(row.parameters for row in live)
-        if sampled or self._sampled:
-            parameters = self._parameters.host[: 5 * rows * columns].reshape(5, rows, columns)
-            parameters[:] = 0
-            for place, row in enumerate(live):
-                if row.parameters:
-                    parameters[:, place, : row.columns] = np.array(row.parameters).T
-            self._parameters.send()
-            self._sampled = sampled
         for place in range(rows):
             pages = live[place].lease.pages.tobytes() if place < len(live) else b""
             if pages != self._known[place]:
@@ -212,6 +205,15 @@ class Steps:
                 line[count : len(self._known[place]) // 4] = 0
                 self._table.send(place)
                 self._known[place] = pages
+
+    def _fill_parameters(self, live: Sequence[Row], rows: int, columns: int) -> None:
+        """Zeros are greedy."""
+        parameters = self._parameters.host[: 5 * rows * columns].reshape(5, rows, columns)
+        parameters[:] = 0
+        for place, row in enumerate(live):
+            if row.parameters:
+                parameters[:, place, : row.columns] = np.array(row.parameters).T
+        self._parameters.send()
 
     def _batch(self, rows: int, columns: int, token_ids: Tensor) -> Batch:
         """The fixed buffers as a step of `rows` x `columns` tokens."""
@@ -247,11 +249,15 @@ class Steps:
         if self._logits is None:
             self._logits = logits.new_empty(len(self._tokens), self._vocab_size)
         self._logits[:count] = logits
-        ids, peaks = draw_rows(logits, self._parameters.device[: 5 * count].view(5, count))
         answer = self._answer.device
-        answer[0, :count] = ids
-        answer[1, :count] = peaks
+        answer[0, :count], answer[1, :count] = greedy(logits)
         answer[2, :count] = tokens
+
+    def _draw(self, rows: int, columns: int) -> None:
+        assert self._logits is not None
+        count = rows * columns
+        parameters = self._parameters.device[: 5 * count].view(5, count)
+        self._answer.device[0, :count], _ = draw_rows(self._logits[:count], parameters)
 
     def _settle(self, rows: int) -> None:
         assert self._ran is not None

@@ -155,10 +155,10 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
 
 
 def captured_graphs(req: PlanRequest) -> int:
-    """For each number of rows: a round of each width, what settles it, and drafts of each depth."""
+    """For each number of rows: a round of each width, draws from it, what settles it, and drafts of each depth."""
     widths, mtp = len(captured_sizes(req.draft_tokens + 1)), req.draft_tokens and req.spec.mtp_layers
     # A plain decode step without an MTP head needs no settling.
-    each = 2 * widths + min(req.draft_tokens, MAX_MTP_DRAFTS) if mtp else 2 * widths - 1
+    each = 3 * widths + min(req.draft_tokens, MAX_MTP_DRAFTS) if mtp else 3 * widths - 1
     return len(captured_sizes(req.lanes)) * each
 
 

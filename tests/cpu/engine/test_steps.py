@@ -118,7 +118,7 @@ def test_whatever_runs_was_captured(model, plain, spec):
     assert len(recorded.bodies) == planned(model, spec)
     assert answers(made).tokens == plain
     kinds = {kind for kind, _, _ in recorded.replayed}
-    assert kinds == ({"step"} if spec == "off" else {"step", "settle", "propose"})
+    assert kinds == ({"step", "draw"} if spec == "off" else {"step", "draw", "settle", "propose"})
     assert len({rows for _, rows, _ in recorded.replayed}) >= 3
 
 
