@@ -98,7 +98,8 @@ class FaultPolicy:
 
 
 def cache_dir() -> Path:
-    """Where converted demo models and compiled kernels live: `LONGLANE_CACHE`, else `XDG_CACHE_HOME`, else ~/.cache."""
+    """Where converted models, compiled kernels and fault reports live: `LONGLANE_CACHE`, else `XDG_CACHE_HOME`, else
+    ~/.cache."""
     if root := os.environ.get("LONGLANE_CACHE"):
         return Path(root)
     base = os.environ.get("XDG_CACHE_HOME")

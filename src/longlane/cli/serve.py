@@ -39,12 +39,13 @@ def serve(
         raise ConfigError("--api-key is empty, which would let everybody in; leave it out to serve without a key")
     console = Console(highlight=False)
     with listen(config.host, config.port) as sock:
-        state = open_session(engine_config, config, console, pick(FaultPolicy, values))
+        policy: FaultPolicy = pick(FaultPolicy, values)
+        state = open_session(engine_config, config, console, policy)
         with LoadingBars(console) as bars, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
             def announce(ready: Ready) -> None:
                 bars.stop()
-                _announce(state, ready, console)
+                _announce(state, policy, ready, console)
 
             runner.run(serve_http(state, sock, bars, announce))
 
@@ -56,9 +57,9 @@ def set_log_level(level: str) -> None:
     logging.getLogger("uvicorn").setLevel(max(LEVELS[level], logging.WARNING))
 
 
-def _announce(state: ServerState, ready: Ready, console: Console) -> None:
+def _announce(state: ServerState, policy: FaultPolicy, ready: Ready, console: Console) -> None:
     config = state.config
-    started = {"version": longlane.__version__, "model_id": state.model_id, "config": _settings(state)}
+    started = {"version": longlane.__version__, "model_id": state.model_id, "config": _settings(state, policy)}
     state.request_log.write("server_start", started | {"plan": msgspec.to_builtins(ready.plan)})
     print_plan(ready.plan, console)
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
@@ -72,8 +73,10 @@ def _announce(state: ServerState, ready: Ready, console: Console) -> None:
     console.print(example, soft_wrap=True, markup=False)
 
 
-def _settings(state: ServerState) -> dict[str, Any]:
-    settings = dataclasses.asdict(state.engine_config) | dataclasses.asdict(state.config)
+def _settings(state: ServerState, policy: FaultPolicy) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for part in (state.engine_config, policy, state.config):
+        settings |= dataclasses.asdict(part)
     if settings["api_key"] is not None:
         settings["api_key"] = "redacted"
     return {name: str(value) if hasattr(value, "__fspath__") else value for name, value in settings.items()}
