@@ -10,6 +10,11 @@ from torch import Tensor
 from longlane.kernels.linear import Prepared, Weight, prepare, table
 
 
+class HandedOver(dict[str, Weight]):
+    """Weights on the device that a model may have for good: each matrix is given up when it is taken, so that the
+    device does not hold all of them twice, packed and as what is made of them."""
+
+
 @dataclass(slots=True)
 class Resident:
     """How much was placed on the device so far."""
@@ -40,6 +45,8 @@ class Parameters:
         return (whole,) if self.has(whole) else parts
 
     def matrix(self, name: str) -> Weight:
+        if isinstance(self.weights, HandedOver):
+            return self.weights.pop(self.prefix + name)
         return self.weights[self.prefix + name]
 
     def vector(self, name: str, dtype: torch.dtype | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from longlane.artifact.text_config import ARCHITECTURES
 from longlane.config import WeightsMode
 from longlane.errors import CheckpointError
 from longlane.kernels.linear import Weight
+from longlane.layers.parameters import HandedOver
 from longlane.models.decoder import Decoder
 from longlane.models.llama import config as llama_config
 from longlane.models.llama import text as llama_text
@@ -61,11 +62,17 @@ def load_model(
     skip = (*UNUSED, *(() if mtp else ("mtp/",)), *(() if draft_head else ("text/draft_head",)))
     made = DraftHead() if draft_head and path.is_dir() else None
     config, tensors = load_weights(path, weights, device, draft_head=made, skip=skip, told=told)
+    parameters, on_card = sum(prod(weight.shape) for weight in tensors.values()), torch.device(device).type == "cuda"
+    if on_card:
+        tensors = HandedOver(tensors)
     model = build(config, tensors, device=device, dtype=dtype, packed=packed, source=path)
+    if on_card:
+        # What was given up, for the pages.
+        torch.cuda.empty_cache()
     info = ModelInfo(
         name=path.stem if path.is_file() else path.name,
         family="llama" if family(config, path) == LLAMA else "qwen3_5",
-        parameters=sum(prod(weight.shape) for weight in tensors.values()),
+        parameters=parameters,
         vocab_size=config["vocab_size"],
         max_context=config["max_position_embeddings"],
         weights_bytes=model.weight_bytes,

@@ -9,6 +9,7 @@ from longlane.kernels import linear as products
 from longlane.kernels.linear import prepare
 from longlane.kernels.linear.tiles import Tiles
 from longlane.layers.linear import Linear
+from longlane.layers.parameters import HandedOver
 from longlane.models.qwen3_5.mtp import previous_hidden
 from longlane.models.registry import build
 from support import tiled
@@ -81,6 +82,16 @@ def test_resident_bytes_are_those_of_all_tiles_and_the_table(config, card):
         matrices += model.embedding.table.nbytes
     small = sum(w.numel() * (8 if "token_ids" in name else 4) for name, w in weights.items() if is_vector(name, w))
     assert model.weight_bytes == matrices + small
+
+
+@pytest.mark.parametrize("config", [DENSE, TIED, MOE], ids=["dense", "tied", "moe"])
+def test_matrices_that_are_handed_over_are_given_up(config, card):
+    weights = stored(config)
+    kept = run(build(config, weights, dtype=BF16, packed=True), BF16)
+    handed = HandedOver(weights)
+    given = run(build(config, handed, dtype=BF16, packed=True), BF16)
+    assert all(is_vector(name, weight) for name, weight in handed.items())
+    assert all(torch.equal(*pair) for pair in zip(given, kept, strict=True))
 
 
 def is_vector(name, weight):
