@@ -68,7 +68,7 @@ class Supervisor:
         self._fatal: Fatal | None = None
         self._cuda_graphs = False
         self._stopping = False
-        self._deaths: list[float] = []
+        self._restarts: list[float] = []
         self._task: asyncio.Task[None] | None = None
         self._first_ready: asyncio.Future[Ready] | None = None
 
@@ -121,6 +121,7 @@ class Supervisor:
                 elif not self._stopping:
                     log.error("engine: %s%s", error.message, self._where())
                 return
+            self._restarts.append(time.monotonic())
             self.health = replace(self.health, restarts=self.health.restarts + 1)
             log.error("engine: %s%s", error.message, self._where())
 
@@ -183,11 +184,8 @@ class Supervisor:
     def _may_restart(self) -> bool:
         if self._stopping or self._first_ready is None or not self._first_ready.done():
             return False
-        if self._policy.on_fault == "stop":
-            return False
-        now = time.monotonic()
-        self._deaths = [at for at in self._deaths if now - at < WINDOW_S] + [now]
-        return len(self._deaths) <= self._policy.max_restarts
+        recent = [at for at in self._restarts if time.monotonic() - at < WINDOW_S]
+        return self._policy.on_fault != "stop" and len(recent) < self._policy.max_restarts
 
     def _take_note(self, process: EngineProcess, how: str) -> None:
         """Report a fault, and choose what the next run does without. An orderly end, and an error of the input that the
@@ -196,7 +194,7 @@ class Supervisor:
             return
         now = datetime.now(UTC)
         step, config = process.last_step, self.config
-        if self._policy.on_fault == "safe" and self._cuda_graphs:
+        if self._policy.on_fault == "safe" and self._cuda_graphs and self._may_restart():
             self.config = replace(config, cuda_graph=False)
             # The kind of an exception only: this is shown to whoever asks for the health of the server.
             cause = f"met a fault ({self._fatal.message.partition(':')[0]})" if self._fatal else how
@@ -226,7 +224,11 @@ class Supervisor:
             "model": msgspec.to_builtins(ready.model) if ready else None,
             "device": ready.device if ready else None,
             "environment": environment(),
-            "next": {"on_fault": self._policy.on_fault, "safe_mode": self.health.safe_mode},
+            "next": {
+                "on_fault": self._policy.on_fault,
+                "restarts": self._may_restart(),
+                "safe_mode": self.health.safe_mode,
+            },
             "log": list(process.log_lines),
         }
 

@@ -107,7 +107,8 @@ async def test_other_policies_change_nothing_and_say_so(on_fault: Any, tmp_path:
         assert all(isinstance(error, EngineError) for error in errors)
         assert (client.state, client.health.restarts) == (("restarting", 1) if on_fault == "same" else ("dead", 0))
         assert client.health.safe_mode is None
-        assert report_of(client)["next"] == {"on_fault": on_fault, "safe_mode": None}
+        wanted = {"on_fault": on_fault, "restarts": on_fault == "same", "safe_mode": None}
+        assert report_of(client)["next"] == wanted
         if on_fault == "same":
             await until(lambda: client.state == "ready")
             assert client.ready.cuda_graphs is True

@@ -175,6 +175,7 @@ async def test_an_engine_that_may_not_restart_is_left_dead():
         with pytest.raises(EngineError, match="it is not restarted"):
             await collect(client, request("a", CRASH))
         assert client.state == "dead"
+        assert client.health.safe_mode is None, "nothing runs, in no mode"
         with pytest.raises(EngineError, match="dead") as dead:
             await collect(client, request("b"))
         assert dead.value.code == "service_unavailable"
