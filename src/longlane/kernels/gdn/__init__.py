@@ -1,7 +1,7 @@
 """The Gated DeltaNet mixer between its projections: causal convolution, gates, delta rule.
 
-Channels are [q | k | v]. state [slots, Hv, Dv, Dk] is float32 (float64 in float64), or bfloat16: sums are float32 still,
-and it is rounded after each token of decode, verify and fold, and once after a longer row. history [slots,
+Channels are [q | k | v]. state [slots, Hv, Dv, Dk] is float32 (float64 in float64), or bfloat16: sums are float32
+still, and it is rounded after each token of decode, verify and fold, and once after a longer row. history [slots,
 channels, taps - 1] holds the last inputs of the convolution. A row with context 0 starts from zeros whatever its slot
 holds.
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
