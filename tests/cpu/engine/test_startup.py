@@ -71,6 +71,20 @@ def test_drafting_changes_no_token(loaded):
     assert answer.finished["a"].timings.drafted_tokens > 0
 
 
+def test_states_in_bf16_take_less_and_drafting_still_changes_no_token(loaded):
+    config = replace(CONFIG, gdn_state="bf16")
+    wanted = Request(id="a", token_ids=[5, 6, 7, 8] * 30, max_tokens=40, sampling=GREEDY)
+    answers = []
+    for spec in ("off", "mtp+lookup"):
+        engine, ready, _ = load(replace(config, spec=spec))
+        assert engine._runner.caches.state[0].dtype == torch.bfloat16
+        engine.submit(wanted)
+        answers.append(run(engine).tokens["a"])
+    assert answers[0] == answers[1]
+    wide, narrow = (next(p.bytes for p in of.plan.pools if p.name == "recurrent state") for of in (loaded[1], ready))
+    assert narrow < 0.5 * wide
+
+
 def test_a_restart_continues_from_the_disk(tmp_path):
     config = replace(CONFIG, max_concurrency=1, host_kv_mib=64, disk_cache=tmp_path)
     first = Request(id="a", token_ids=[5, 6, 7, 8] * 40, max_tokens=8, sampling=GREEDY, boundaries=[100])
