@@ -83,6 +83,13 @@ def test_gdn(rows: str, geometry: tuple[int, int, int, int], dtype: torch.dtype)
     route_checks.gdn(route("gdn"), lengths, context, geometry, "cuda", dtype, advance=advance)
 
 
+@pytest.mark.parametrize("rows", ROWS)
+def test_gdn_over_states_in_bf16(rows: str) -> None:
+    lengths, context = ROWS[rows]
+    route_checks.gdn(route("gdn"), lengths, context, FULL, "cuda", BF16, advance=True, state=BF16)
+
+
+@pytest.mark.parametrize("kept", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("geometry", [TINY, FULL], ids=["tiny", "27b"])
-def test_fold_is_decode(geometry: tuple[int, int, int, int]) -> None:
-    route_checks.fold_is_decode(route("gdn"), 4, (9, 0, 4), (2, 4, 0), geometry, "cuda", BF16)
+def test_fold_is_decode(geometry: tuple[int, int, int, int], kept: torch.dtype) -> None:
+    route_checks.fold_is_decode(route("gdn"), 4, (9, 0, 4), (2, 4, 0), geometry, "cuda", BF16, kept)
