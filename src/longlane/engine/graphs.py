@@ -6,8 +6,8 @@ import torch
 
 
 class Graphs:
-    """Graphs of one device by key. They share a memory pool, so at most one may be under way, and what one leaves in
-    the pool lasts until the next of another `capture` call runs."""
+    """Graphs of one device by key. They share a memory pool: at most one may be under way, and what it leaves there lasts
+    only until a graph of another `capture` call runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

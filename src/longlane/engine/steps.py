@@ -111,11 +111,14 @@ class Steps:
         self._fill([], rows, 1)
         for columns in reversed(self._column_sizes):
             step, settle = self._keys(rows, columns)
-            bodies: list[Body] = [(step, partial(self._step, rows, columns))]
+            # A draw comes between a step and what settles it, so it must not work in the memory of what the step left.
+            bodies: list[Body] = [
+                (step, partial(self._step, rows, columns)),
+                (("draw", rows, columns), partial(self._draw, rows, columns)),
+            ]
             if settle:
                 bodies.append((settle, partial(self._settle, rows)))
             self._prepare(bodies)
-            self._prepare([(("draw", rows, columns), partial(self._draw, rows, columns))])
         if self._drafter:
             for depth in range(1, min(self._limits.columns - 1, MAX_MTP_DRAFTS) + 1):
                 self._prepare([(("propose", rows, depth), partial(self._propose, rows, depth))])

@@ -24,7 +24,7 @@ DRIVER_BYTES = 448 * MIB
 RESERVE_BYTES = 1 * GIB
 # One captured CUDA graph, and what all of them work in beside their logits: measured with the 27B, rounded up.
 GRAPH_BYTES = 2 * MIB
-GRAPH_POOL_BYTES = 32 * MIB
+GRAPH_POOL_BYTES = 96 * MIB
 # Encoder activations for 1,024 merged image tokens.
 VISION_BYTES_PER_KTOKEN = 62 * MIB
 
@@ -145,8 +145,8 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
         )
     if req.graphs:
         graphs = captured_graphs(req)
-        # Logits as the head leaves them, and widened.
-        size = graphs * GRAPH_BYTES + GRAPH_POOL_BYTES + req.lanes * columns * req.vocab_size * 6
+        # Logits as the head leaves them, and widened; tokens in the order of a draw.
+        size = graphs * GRAPH_BYTES + GRAPH_POOL_BYTES + req.lanes * columns * req.vocab_size * 10
         pools.append(Pool(name="CUDA graphs", bytes=size, note=f"{graphs} graphs and what they work in"))
     if req.driver_bytes:
         pools.append(Pool(name="driver", bytes=req.driver_bytes, note="context and libraries, an allowance"))

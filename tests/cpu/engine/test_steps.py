@@ -32,6 +32,9 @@ class Recorded:
         self.replayed: set[Hashable] = set()
 
     def capture(self, bodies: Sequence[tuple[Hashable, Callable[[], None]]]) -> None:
+        # What a step leaves lies in memory that is free for the next call.
+        kinds = [kind for (kind, _, _), _ in bodies]
+        assert kinds in (["step", "draw"], ["step", "draw", "settle"], ["propose"])
         for key, body in bodies:
             assert key not in self.bodies
             body()
