@@ -59,4 +59,4 @@ def expand(tiled: tiles.Tiles) -> Tensor:
     return unpacked(tiled)[:rows, :columns].to(torch.bfloat16)
 
 
-KERNELS = SimpleNamespace(stream=stream, stream_many=stream_many, linear=stream, expand=expand)
+KERNELS = SimpleNamespace(stream=stream, stream_many=stream_many, linear=stream, linear_many=stream_many, expand=expand)

@@ -29,12 +29,13 @@ class Attention:
 
     def __call__(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
         heads = self.heads
-        qkv = self.query_key_value(x).view(x.shape[0], -1, heads.dim)
+        qkv = self.query_key_value(x, step.independent).view(x.shape[0], -1, heads.dim)
         q, k, v = qkv.split_with_sizes([heads.query, heads.kv, heads.kv], dim=1)
         q, k = norm_rope.qk_norm_rope(q, k, step.cos, step.sin)
         pages = caches.kv[self.index]
         kv_codec.append(pages, k, v, step.rows)
-        return self.output(attention.attend(q, pages, step.rows, scale=heads.dim**-0.5).flatten(1))
+        y = attention.attend(q, pages, step.rows, scale=heads.dim**-0.5)
+        return self.output(y.flatten(1), step.independent)
 
 
 class GatedAttention:
@@ -55,12 +56,12 @@ class GatedAttention:
         pages = caches.kv[self.index]
         scale = self.heads.dim**-0.5
         y = attention.attend(q, pages, step.rows, scale=scale, first_slot=self.first_slot)
-        return self.output(norm_rope.sigmoid_gate(y.flatten(1), gate.flatten(1)))
+        return self.output(norm_rope.sigmoid_gate(y.flatten(1), gate.flatten(1)), step.independent)
 
     def append(self, x: Tensor, step: Step, caches: Caches) -> tuple[Tensor, Tensor]:
         """Write the keys and values of x [N, H]; return query and gate [N, heads, dim]."""
         heads = self.heads
-        fused = self.input(x).view(x.shape[0], -1, heads.dim)
+        fused = self.input(x, step.independent).view(x.shape[0], -1, heads.dim)
         q, k, gate, v = fused.split_with_sizes([heads.query, heads.kv, heads.query, heads.kv], dim=1)
         q, k = norm_rope.qk_norm_rope(q, k, step.cos, step.sin, self.query_norm, self.key_norm, self.eps)
         kv_codec.append(caches.kv[self.index], k, v, step.rows)

@@ -122,12 +122,14 @@ def new_caches(
 @dataclass(frozen=True, slots=True)
 class Step:
     """What every layer of one forward pass shares. cos, sin [N, half]: the rotation of the tokens' positions.
-    `records` collects what GDN layers keep of a step that does not advance their state."""
+    `independent`: decode and verify compute a token the same way whatever stands beside it, bit for bit. `records`
+    collects what GDN layers keep of a step that does not advance their state."""
 
     rows: Ragged
     cos: Tensor
     sin: Tensor
     advance: bool = True
+    independent: bool = False
     records: list[Record] = field(default_factory=list)
 
 

@@ -1,6 +1,5 @@
 """The pre-norm residual block that every layer of every family is."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -15,12 +14,16 @@ class Mixer(Protocol):
     def __call__(self, x: Tensor, step: Step, caches: Caches) -> Tensor: ...
 
 
+class FeedForward(Protocol):
+    """What changes each token by itself; `independent` as in `Step`."""
+
+    def __call__(self, x: Tensor, independent: bool) -> Tensor: ...
+
+
 class Block:
     """x += mixer(norm(x)); x += mlp(norm(x)), with each sum left to the norm after it."""
 
-    def __init__(
-        self, input_norm: RMSNorm, mixer: Mixer, post_attention_norm: RMSNorm, mlp: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, input_norm: RMSNorm, mixer: Mixer, post_attention_norm: RMSNorm, mlp: FeedForward) -> None:
         self.input_norm, self.mixer = input_norm, mixer
         self.post_attention_norm, self.mlp = post_attention_norm, mlp
 
@@ -28,4 +31,4 @@ class Block:
         """The stream x [N, H] and what is still to be added to it -> the same after this block."""
         x, h = (x, self.input_norm(x)) if delta is None else self.input_norm.add(x, delta)
         x, h = self.post_attention_norm.add(x, self.mixer(h, step, caches))
-        return x, self.mlp(h)
+        return x, self.mlp(h, step.independent)

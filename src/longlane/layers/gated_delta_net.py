@@ -30,14 +30,14 @@ class GatedDeltaNet:
         self.sizes = [channels, channels - key_channels, heads, heads]
 
     def __call__(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
-        mixed, z, a, b = self.input(x).split_with_sizes(self.sizes, dim=1)
+        mixed, z, a, b = self.input(x, step.independent).split_with_sizes(self.sizes, dim=1)
         state, history = caches.state[self.index], caches.conv[self.index]
         qkv = gdn.causal_conv(mixed, self.convolution, history, step.rows, advance=step.advance)
         o = gdn.delta_rule(qkv, a, b, self.a_log, self.dt_bias, state, step.rows, advance=step.advance)
         if not step.advance:
             step.records.append(Record(mixed, qkv, a, b))
         y = norm_rope.gated_rms_norm(o, z.view(o.shape), self.norm, self.eps)
-        return self.output(y.flatten(1))
+        return self.output(y.flatten(1), step.independent)
 
     def fold(self, record: Record, accepted: Tensor, rows: Ragged, caches: Caches) -> None:
         """Advance the state by the first `accepted` [R] columns of a verify step."""

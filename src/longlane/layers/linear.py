@@ -22,16 +22,18 @@ class Linear:
         """The products with the named matrices, side by side in this order."""
         return cls(params.prepare(*names, paired=paired))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, independent: bool) -> Tensor:
+        """`independent` as in `layers.batch.Step`."""
         if len(self.parts) == 1:
-            return linear(x, self.parts[0])
-        return linear_side_by_side(x, self.parts, x.new_empty(x.shape[0], self.width))
+            return linear(x, self.parts[0], independent=independent)
+        return linear_side_by_side(x, self.parts, x.new_empty(x.shape[0], self.width), independent=independent)
 
     def wide(self, x: Tensor) -> Tensor:
-        """The same in the dtype of sums: float32, float64 for float64."""
+        """Independent products in the dtype of sums: float32, float64 for float64."""
         if x.dtype in (torch.float32, torch.float64):
-            return self(x)
-        return linear_side_by_side(x, self.parts, x.new_empty(x.shape[0], self.width, dtype=torch.float32))
+            return self(x, independent=True)
+        out = x.new_empty(x.shape[0], self.width, dtype=torch.float32)
+        return linear_side_by_side(x, self.parts, out, independent=True)
 
 
 class Embedding:

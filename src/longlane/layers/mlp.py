@@ -13,5 +13,5 @@ class MLP:
         self.gate_up = Linear.of(params, f"{prefix}gate_up", paired=True)
         self.down = Linear.of(params, f"{prefix}down")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up(x))
+    def __call__(self, x: Tensor, independent: bool) -> Tensor:
+        return self.down(self.gate_up(x, independent), independent)

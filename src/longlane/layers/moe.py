@@ -26,14 +26,15 @@ class MoE:
         self.down = params.split("routed_down", self.experts)
         self.shared = MLP(params, "shared_")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        scores = self.router(x)
+    def __call__(self, x: Tensor, independent: bool) -> Tensor:
+        scores = self.router(x, independent)
         wide = scores if scores.dtype == torch.float64 else scores.float()
         weight, chosen = wide[:, :-1].softmax(-1).topk(self.top_k, dim=-1)
         weight = (weight / weight.sum(-1, keepdim=True)).to(x.dtype)
-        out = norm_rope.sigmoid_gate(self.shared(x), scores[:, -1:])
+        out = norm_rope.sigmoid_gate(self.shared(x, independent), scores[:, -1:])
         for expert in sorted(set(chosen.flatten().tolist())):
             token, place = torch.where(chosen == expert)
-            y = linear(linear(x[token], self.gate_up[expert]), self.down[expert])
+            inner = linear(x[token], self.gate_up[expert], independent=independent)
+            y = linear(inner, self.down[expert], independent=independent)
             out.index_add_(0, token, y * weight[token, place, None])
         return out

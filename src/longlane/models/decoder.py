@@ -64,4 +64,4 @@ class Decoder:
     def step(self, batch: Batch) -> Step:
         """What the layers share of a forward pass."""
         cos, sin = self.rope(batch.positions)
-        return Step(batch.ragged(), cos, sin, advance=batch.kind != "verify")
+        return Step(batch.ragged(), cos, sin, advance=batch.kind != "verify", independent=batch.kind != "prefill")

@@ -1,5 +1,7 @@
 """Models over tiled weights, as a card in bfloat16 runs them, with the kernels replaced by their definition."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -82,6 +84,26 @@ def test_resident_bytes_are_those_of_all_tiles_and_the_table(config, card):
         matrices += model.embedding.table.nbytes
     small = sum(w.numel() * (8 if "token_ids" in name else 4) for name, w in weights.items() if is_vector(name, w))
     assert model.weight_bytes == matrices + small
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+def test_decode_and_verify_only_stream(config, card, monkeypatch):
+    """The dense product of a long chunk computes a token by what stands beside it; these may not."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a product that depends on its neighbours")
+
+    model = build(config, stored(config), dtype=BF16, packed=True)
+    lanes = Lanes(model, BF16, 40, pages_each=2)
+    kernels = SimpleNamespace(**{**vars(tiled.KERNELS), "linear": refuse, "linear_many": refuse})
+    monkeypatch.setattr(products, "_gpu", lambda: kernels)
+    for kind, columns in (("verify", 3), ("decode", 1)):
+        batch = lanes.batch(kind, [TOKENS[:columns]] * 40)
+        hidden = lanes.run(kind, [TOKENS[:columns]] * 40).hidden
+        model.mtp.forward(batch, previous_hidden(batch, hidden, lanes.caches), lanes.caches)
+        assert model.logits(hidden).isfinite().all()
+    with pytest.raises(AssertionError, match="depends on its neighbours"):
+        lanes.run("prefill", [TOKENS])
 
 
 @pytest.mark.parametrize("config", [DENSE, TIED, MOE], ids=["dense", "tied", "moe"])

@@ -31,9 +31,6 @@ __all__ = [
     "table",
 ]
 
-# The widest decode or verify step is 16 lanes of 16 columns. Up to here weights are streamed, which computes a column
-# the same way whatever stands beside it; a dense product of the library does not.
-_INDEPENDENT = 256
 # Rows unpacked at a time when they are gathered from tiles, each with the 15 that share its block.
 _GATHERED = 512
 
@@ -103,17 +100,17 @@ def table(weight: Weight, *, device: torch.device | str, dtype: torch.dtype) -> 
     return Prepared(weight.shape, dtype, packed=weight.to(device))
 
 
-def linear(x: Tensor, prepared: Prepared, out: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, prepared: Prepared, out: Tensor | None = None, *, independent: bool = False) -> Tensor:
     """x [..., K] in `prepared.dtype` -> [..., N] in the same dtype, [..., N / 2] for a paired weight.
 
-    `out` may be a slice of wider rows, or wider in dtype. On tiles x is [M, K], and up to 256 of its rows are
-    independent of each other, bit for bit.
+    `out` may be a slice of wider rows, or wider in dtype. On tiles x is [M, K], and with `independent` a row of the
+    result has the same bits whatever stands beside it: the weights are streamed however many rows there are.
     """
     assert x.shape[-1] == prepared.shape[1], (x.shape, prepared.shape)
     assert x.dtype == prepared.dtype, (x.dtype, prepared.dtype)
     if prepared.tiles is not None:
         fused = prepared.tiles.paired or not prepared.paired
-        y = _multiply_tiles(x, prepared.tiles, out if fused else None)
+        y = _multiply_tiles(x, prepared.tiles, out if fused else None, independent=independent)
         if fused:
             return y
     elif prepared.dense is not None:
@@ -127,17 +124,18 @@ def linear(x: Tensor, prepared: Prepared, out: Tensor | None = None) -> Tensor:
     return y if out is None else out.copy_(y)
 
 
-def linear_side_by_side(x: Tensor, parts: Sequence[Prepared], out: Tensor) -> Tensor:
+def linear_side_by_side(x: Tensor, parts: Sequence[Prepared], out: Tensor, *, independent: bool = False) -> Tensor:
     """`linear` of several weights that share x [M, K], into neighbouring columns of `out` [M, sum of widths]."""
     ends = list(accumulate(part.width for part in parts))
     outs = [out[:, end - part.width : end] for end, part in zip(ends, parts, strict=True)]
     tiles = [part.tiles for part in parts if part.tiles is not None and not part.paired]
-    if len(tiles) == len(parts) and len(x) <= _INDEPENDENT:
+    if len(tiles) == len(parts):
         # One launch where the card has a kernel for it.
-        _gpu().stream_many(x, tiles, outs)
+        kernels = _gpu()
+        (kernels.stream_many if independent else kernels.linear_many)(x, tiles, outs)
         return out
     for part, target in zip(parts, outs, strict=True):
-        linear(x, part, out=target)
+        linear(x, part, target, independent=independent)
     return out
 
 
@@ -165,10 +163,9 @@ def _tile(weight: Weight, device: torch.device | str, *, paired: bool) -> Tiles:
     return tile(placed, paired=paired and weight.shape[0] % (2 * ROWS) == 0)
 
 
-def _multiply_tiles(x: Tensor, tiles: Tiles, out: Tensor | None) -> Tensor:
+def _multiply_tiles(x: Tensor, tiles: Tiles, out: Tensor | None, *, independent: bool) -> Tensor:
     kernels = _gpu()
-    product = kernels.stream if len(x) <= _INDEPENDENT else kernels.linear
-    result: Tensor = product(x, tiles, out=out)
+    result: Tensor = (kernels.stream if independent else kernels.linear)(x, tiles, out)
     return result
 
 

@@ -64,9 +64,10 @@ class MTPHead:
 
     def _enter(self, batch: Batch, hidden_prev: Tensor) -> tuple[Step, Tensor]:
         cos, sin = self.rope(batch.positions)
+        step = Step(batch.ragged(), cos, sin, independent=batch.kind != "prefill")
         embedded = self.embedding_norm(self.embedding(batch.token_ids))
-        u = self.input_projection(torch.cat((embedded, self.hidden_norm(hidden_prev)), dim=1))
-        return Step(batch.ragged(), cos, sin), u
+        both = torch.cat((embedded, self.hidden_norm(hidden_prev)), dim=1)
+        return step, self.input_projection(both, step.independent)
 
 
 @torch.inference_mode()

@@ -5,13 +5,12 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from longlane.artifact.inventory import inventory
 from longlane.kernels.linear import Weight
 from longlane.layers.attention import GatedAttention, Heads
 from longlane.layers.batch import CacheSpec
-from longlane.layers.block import Block, Mixer
+from longlane.layers.block import Block, FeedForward, Mixer
 from longlane.layers.gated_delta_net import GatedDeltaNet
 from longlane.layers.linear import Embedding, Linear, embedding_and_head
 from longlane.layers.mlp import MLP
@@ -106,7 +105,7 @@ def _gated_delta_net(config: Qwen35Config, params: Parameters, index: int) -> Ga
     return GatedDeltaNet(params.at("gdn"), index, 2 * config.key_width, config.rms_norm_eps)
 
 
-def _feed_forward(config: Qwen35Config, params: Parameters) -> Callable[[Tensor], Tensor]:
+def _feed_forward(config: Qwen35Config, params: Parameters) -> FeedForward:
     return MoE(params.at("moe"), config.num_experts_per_tok) if config.num_experts else MLP(params.at("mlp"))
 
 
