@@ -15,7 +15,7 @@ import pytest
 
 from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
-from longlane.config import EngineConfig
+from longlane.config import EngineConfig, FaultPolicy
 from longlane.engine.client import EngineClient
 from longlane.text.frontend import Frontend
 from longlane.types import Stats
@@ -38,10 +38,11 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     resources = open_resources(resolve("tiny"))
     frontend = Frontend.load(resources.get, resources.config)
-    with serving(EngineClient(CONFIG), frontend, engine_config=CONFIG, no_thinking=True) as served:
+    policy = FaultPolicy(fault_dir=tmp_path_factory.mktemp("faults"))
+    with serving(EngineClient(CONFIG, policy=policy), frontend, engine_config=CONFIG, no_thinking=True) as served:
         yield served
 
 
