@@ -123,8 +123,8 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
     spec, columns = req.spec, req.draft_tokens + 1
     # The widest activations of a chunk, their float32 twin in the recurrent layers, and the logits of a decode step.
     workspace = req.prefill_chunk * VALUE_BYTES[req.dtype] * (2 * req.width + 6 * max(spec.conv_channels, spec.hidden))
-    # The last as the model and as the step keeps them, and as many ids to draw from.
-    workspace += 3 * req.lanes * columns * req.vocab_size * 4
+    # The last as the step keeps them; graphs have the model's own and a draw's ids among theirs.
+    workspace += (1 if req.graphs else 3) * req.lanes * columns * req.vocab_size * 4
     if req.driver_bytes:
         # A card unpacks the matrices of a chunk one after another to bf16; the largest has the widest result.
         workspace += 2 * req.width * spec.hidden
