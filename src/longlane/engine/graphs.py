@@ -6,7 +6,7 @@ import torch
 
 
 class Graphs:
-    """Graphs of one device by key. They share a memory pool: at most one may be under way, and what it leaves there lasts
+    """Graphs of one device by key. They share a memory pool: one may be under way at a time, and what it leaves lasts
     only until a graph of another `capture` call runs."""
 
     def __init__(self, device: torch.device) -> None:
