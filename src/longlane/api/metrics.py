@@ -1,10 +1,13 @@
 """`GET /metrics`: Prometheus text. Names that llama.cpp has are llama.cpp's, so that its dashboards work."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 
 from longlane.api.usage import Tally
 from longlane.engine.supervisor import Health
 from longlane.types import Stats
+
+# When each counter began is of no use: all of them begin with the server.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Metrics:
