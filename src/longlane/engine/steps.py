@@ -150,12 +150,13 @@ class Steps:
     def read(self) -> Answer:
         """Wait for the round and take its answer."""
         live, _, columns = self._round
+        count = live * columns
         self._answer.wait()
-        ids, peaks, flat = self._answer.host[:, : live * columns].tolist()
-        tokens, starts = list(map(int, flat)), range(0, live * columns, columns)
+        ids, peaks, flat = self._answer.host[:, :count].tolist()
+        tokens, starts = list(map(int, flat)), range(0, count, columns)
         best = list(zip(map(int, ids), peaks, strict=True))
         assert self._logits is not None
-        return Answer([tokens[start : start + columns] for start in starts], best, self._logits, starts)
+        return Answer([tokens[start : start + columns] for start in starts], best, self._logits[:count], starts)
 
     def settle(self, accepted: Sequence[int]) -> None:
         """Move states and the MTP head on by the first `accepted` columns of each row."""
