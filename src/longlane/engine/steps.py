@@ -133,8 +133,8 @@ class Steps:
         self._ran = None
 
     def launch(self, live: Sequence[Row]) -> None:
-        """Start a round: drafts where rows ask for them, then the model over every row's tokens, then a draw from each
-        column."""
+        """Start a round: drafts where rows ask for them, then the model over every row's tokens and the best token of
+        each column, then draws where rows sample."""
         rows = _at_least(self._row_sizes, len(live))
         columns = _at_least(self._column_sizes, max(row.columns for row in live))
         self._fill(live, rows, columns)
