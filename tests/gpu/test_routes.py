@@ -61,10 +61,10 @@ def test_attention_columns_are_independent() -> None:
 
 
 def test_attention_far_into_a_long_row() -> None:
-    """All three sizes of split: 70,000 tokens of history, checked against one dense softmax."""
+    """Several units of pages a program: 70,000 tokens of history, checked against one dense softmax."""
     pages, context = 1100, 70_000
     rows = route_checks.rows_on("cuda", (2,), (context,), pages)
-    cache = route_checks.filled_pages((2,), (context,), 1, 256, "cuda", BF16, pages)
+    cache = route_checks.filled_pages((2,), (context,), 1, 256, "cuda", "bf16", pages)
     q = torch.randn(2, 6, 256, device="cuda").to(BF16)
     got = route("attention").attend(q, cache, rows, scale=0.0625)
     used = rows.block_table[0, : -(-(context + 2) // 64)]

@@ -12,7 +12,8 @@ from longlane.kernels.attention import naive as naive_attention
 from longlane.kernels.gdn import Record
 from longlane.kernels.gdn import naive as naive_gdn
 from longlane.kernels.kv_codec import cpu as cpu_codec
-from longlane.kernels.kv_codec.layout import CODE_BITS
+from longlane.kernels.kv_codec import naive as naive_codec
+from longlane.kernels.kv_codec.layout import CODE_BITS, RAW_BYTES
 from longlane.kernels.norm_rope import naive as naive_norm
 from longlane.kernels.ragged import Ragged
 from support.rows import make_rows
@@ -20,6 +21,7 @@ from support.rows import make_rows
 EPS = 1e-6
 # Share of codes that may fall on the other side of a rounding boundary, where sums run in another order.
 ROUNDED_OTHERWISE = 1e-3
+RAW = {torch.float32: "float32", torch.bfloat16: "bf16"}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -76,37 +78,39 @@ def rows_on(device: str, lengths: tuple[int, ...], context: tuple[int, ...], pag
 
 
 def filled_pages(
-    lengths: tuple[int, ...], context: tuple[int, ...], kv_heads: int, size: int, device: str, dtype: torch.dtype,
+    lengths: tuple[int, ...], context: tuple[int, ...], kv_heads: int, size: int, device: str, codec: str,
     pages: int = 7,
 ) -> kv_codec.KVPages:  # fmt: skip
-    """Pages with the rows' keys and values up to their last token, NaN in every cell beyond."""
+    """Pages with the rows' keys and values up to their last token; in every cell beyond, NaN and all bits set."""
     rows = rows_on(device, tuple(a + b for a, b in zip(lengths, context, strict=True)), (0,) * len(lengths), pages)
-    shape = (len(lengths) * pages + 1, kv_heads, kv_codec.PAGE, size)
-    k_pages, v_pages = torch.full((2, *shape), torch.nan, device=device, dtype=dtype)
-    k, v = torch.randn(2, rows.tokens, kv_heads, size, device=device).to(dtype)
-    k_pages[rows.page, :, rows.offset], v_pages[rows.page, :, rows.offset] = k, v
-    return kv_codec.KVPages("float32" if dtype == torch.float32 else "bf16", k_pages, v_pages)
+    filled = kv_codec.allocate(codec, len(lengths) * pages + 1, kv_heads, size, device)
+    for plane in filled.planes():
+        plane.fill_(255 if plane.dtype == torch.uint8 else torch.nan)
+    k, v = torch.randn(2, rows.tokens, kv_heads, size, device=device)
+    (naive_codec if codec in RAW_BYTES else cpu_codec).append(filled, k, v, rows)
+    return filled
 
 
 def attention(
     route: ModuleType, lengths: tuple[int, ...], context: tuple[int, ...], heads: int, kv_heads: int, size: int,
-    device: str, dtype: torch.dtype, *, first_slot: int = 0,
+    device: str, dtype: torch.dtype, *, first_slot: int = 0, codec: str = "", pages: int = 7,
 ) -> None:  # fmt: skip
-    rows = rows_on(device, lengths, context)
-    pages = filled_pages(lengths, context, kv_heads, size, device, dtype)
+    """Over pages of `codec`, or as `dtype`."""
+    rows = rows_on(device, lengths, context, pages)
+    cache = filled_pages(lengths, context, kv_heads, size, device, codec or RAW[dtype], pages)
     q = torch.randn(rows.tokens, heads + 1, size, device=device).to(dtype)[:, :heads]
     arguments = {"scale": size**-0.5, "first_slot": first_slot}
-    assert_close(route.attend(q, pages, rows, **arguments), naive_attention.attend(q, pages, rows, **arguments), dtype)
+    assert_close(route.attend(q, cache, rows, **arguments), naive_attention.attend(q, cache, rows, **arguments), dtype)
 
 
 def columns_of_attention_are_independent(
     route: ModuleType, contexts: tuple[int, ...], columns: int, heads: int, kv_heads: int, size: int, device: str,
-    dtype: torch.dtype, pages: int = 7,
+    dtype: torch.dtype, pages: int = 7, codec: str = "",
 ) -> None:  # fmt: skip
     """A column of a verify step of many rows has the bits of a decode step of its row alone."""
     lengths = (columns,) * len(contexts)
     rows = rows_on(device, lengths, contexts, pages)
-    cache = filled_pages(lengths, contexts, kv_heads, size, device, dtype, pages)
+    cache = filled_pages(lengths, contexts, kv_heads, size, device, codec or RAW[dtype], pages)
     q = torch.randn(rows.tokens, heads, size, device=device).to(dtype)
     together = route.attend(q, cache, rows, scale=0.1)
     for row, context in enumerate(contexts):

@@ -9,11 +9,12 @@ import pytest
 PROGRAM = """
 import sys
 import torch
-from longlane.kernels.attention import triton as attention
+from longlane.kernels.attention import long, short, triton as attention
 from longlane.kernels.gdn import Record
 from longlane.kernels.gdn import chunks, convolution, triton as gdn
-from longlane.kernels.kv_codec import triton as kv_codec
-from longlane.kernels.kv_codec.pages import KVPages
+from longlane.kernels.kv_codec import decode, triton as kv_codec
+from longlane.kernels.kv_codec.layout import CODE_BITS
+from longlane.kernels.kv_codec.pages import allocate
 from longlane.kernels.launch import DeviceProperties
 from longlane.kernels.linear import expand, gluon, tiles
 from longlane.kernels.norm_rope import triton as norm_rope
@@ -30,7 +31,7 @@ def zeros(*shape, dtype=bf16):
     return torch.zeros(shape, dtype=dtype)
 
 
-with compiling(card, [attention, chunks, convolution, gdn, kv_codec, norm_rope]) as compiled:
+with compiling(card, [attention, chunks, convolution, decode, gdn, kv_codec, long, norm_rope, short]) as compiled:
     for kind in ("q4", "q5", "q6", "q8", "bf16"):
         for n, k, paired in ((5120, 6144, False), (34816, 5120, True)):
             data = torch.empty(n // 16, k // 64, tiles.BLOCK[kind], dtype=torch.int32, device="meta")
@@ -41,13 +42,19 @@ with compiling(card, [attention, chunks, convolution, gdn, kv_codec, norm_rope])
                 gluon.stream(zeros(columns, k), part, zeros(columns, part.outputs), card, cut)
         if kind != "bf16":
             expand.expand(tiles.Tiles(kind, (16, 512), torch.zeros(1, 8, tiles.BLOCK[kind], dtype=torch.int32)))
+    for columns in (8, 16, 32):
+        kinds, blocks = ("q4", "q5", "bf16"), 80
+        many = [tiles.Tiles(k, (64, 5120), torch.zeros(4, blocks, tiles.BLOCK[k], dtype=torch.int32)) for k in kinds]
+        for count in (2, 3):
+            gluon.stream_many(zeros(columns, 5120), many[:count], [zeros(columns, 64)] * count, card)
     weight = torch.ones(256)
     for lengths, context in (((1, 1), (0, 70)), ((4, 4), (9, 9)), ((70,), (5,))):
         rows = make_rows(lengths, context)
         n = rows.tokens
-        pages = KVPages("bf16", zeros(20, 4, 64, 256), zeros(20, 4, 64, 256))
-        kv_codec.append(pages, zeros(n, 4, 256), zeros(n, 4, 256), rows)
-        attention.attend(zeros(n, 24, 256), pages, rows, scale=0.1)
+        for codec in ("bf16", *CODE_BITS):
+            pages = allocate(codec, 20, 4, 256)
+            kv_codec.append(pages, zeros(n, 4, 256), zeros(n, 4, 256), rows)
+            attention.attend(zeros(n, 24, 256), pages, rows, scale=0.1)
         record = Record(zeros(n, 10240), zeros(n, 10240), zeros(n, 48), zeros(n, 48))
         gates = (record.a, record.b, torch.zeros(48), torch.zeros(48))
         state, history = torch.zeros(4, 48, 128, 128), zeros(4, 10240, 3)
