@@ -151,6 +151,7 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_layers: int
     kv_heads: int
     head_dim: int
+    query_heads: int = 0
     mtp_layers: int = 0
     gdn_layers: int = 0
     gdn_value_heads: int = 0

@@ -183,8 +183,7 @@ def new_memory(config: EngineConfig, path: Path, spec: CacheSpec, plan: MemoryPl
 
 def new_tiers(config: EngineConfig, path: Path, spec: CacheSpec, plan: MemoryPlan, caches: Caches) -> Tiers | None:
     """Host and disk below the device, as far as the flags ask for them. Raises `ConfigError` or `PlanError`."""
-    on_card = caches.kv[0].k.is_cuda
-    mib = (HOST_KV_MIB if on_card else 0) if config.host_kv_mib is None else config.host_kv_mib
+    mib = host_kv_mib(config, caches.kv[0].k.device)
     pages, states = (mib << 20) // page_bytes(spec, plan.kv_dtype), host_states(config) if mib else 0
     if config.disk_cache and not (pages and states and spec.gdn_layers):
         raise ConfigError(
@@ -202,6 +201,13 @@ def new_tiers(config: EngineConfig, path: Path, spec: CacheSpec, plan: MemoryPla
     except OSError as error:
         raise ConfigError(f"--disk-cache {config.disk_cache}: {error.strerror}; use a folder to write in") from None
     return Tiers(arena, disk)
+
+
+def host_kv_mib(config: EngineConfig, device: torch.device) -> int:
+    """Size of the host arena for pages: as asked, else a default beside a card."""
+    if config.host_kv_mib is not None:
+        return config.host_kv_mib
+    return HOST_KV_MIB if device.type == "cuda" else 0
 
 
 def host_states(config: EngineConfig) -> int:
@@ -237,6 +243,7 @@ def plan_memory(
             prefill_chunk=config.prefill_chunk,
             draft_tokens=max_drafts(config.spec, config.draft_tokens),
             graphs=on_card and config.cuda_graph,
+            host_arena=bool(host_kv_mib(config, device) and loaded.spec.gdn_layers),
             driver_bytes=DRIVER_BYTES if on_card else 0,
         )
     )

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from longlane.errors import PlanError
 from longlane.kernels.copy import Copy, Rows, side_stream
+from longlane.memory.plan import STAGED_PAGES
 
 Kind = Literal["page", "state"]
-# Pages that one trip of the staging buffer carries at least.
-BATCH = 16
 
 
 class Ticket:
@@ -69,7 +68,7 @@ class Arena:
         }
         self._free = {kind: list(range(count[kind]))[::-1] for kind in count}
         self._count = count
-        staged = max(BATCH * size["page"], size["state"])
+        staged = max(STAGED_PAGES * size["page"], size["state"])
         self._staging = torch.empty(staged, dtype=torch.uint8, device=device)
         self._most = {"page": staged // size["page"], "state": 1}
         self._last: Copy | None = None

@@ -11,7 +11,8 @@ from typing import Any
 
 from longlane.config import GdnState, SpecMode
 from longlane.errors import PlanError
-from longlane.kernels.kv_codec.layout import CODECS, GROUP, divides, vector_bytes
+from longlane.kernels.attention.limits import PARTS, SEGMENT
+from longlane.kernels.kv_codec.layout import CODECS, GROUP, RAW_BYTES, divides, vector_bytes
 from longlane.types import CacheSpec, MemoryPlan, Pool
 
 PAGE = 64
@@ -28,6 +29,9 @@ GRAPH_POOL_BYTES = 96 * MIB
 # Encoder activations for 1,024 merged image tokens.
 VISION_BYTES_PER_KTOKEN = 62 * MIB
 
+# Pages that the staging buffer of a host arena holds at least.
+STAGED_PAGES = 16
+
 VALUE_BYTES = {"float64": 8, "float32": 4, "bf16": 2}
 DEFAULT_CONTEXT = 8192
 # The decode kernels serve 16 columns, so no verify step is wider.
@@ -41,7 +45,8 @@ class PlanRequest:
 
     `width` is the widest activation of one token in values (gate and up together for a SwiGLU block).
     `kv_capacity` None fills what fits, at most lanes x max_context. `state_slots` counts images beside the lanes' own.
-    `vision_tokens` 0 means no vision tower. `dtype` is that of the arithmetic, a name of `VALUE_BYTES`.
+    `vision_tokens` 0 means no vision tower, `host_arena` that pages and states spill to the host. `dtype` is that of
+    the arithmetic, a name of `VALUE_BYTES`.
     """
 
     device_bytes: int
@@ -60,6 +65,7 @@ class PlanRequest:
     draft_tokens: int = 0
     vision_tokens: int = 0
     graphs: bool = True
+    host_arena: bool = False
     driver_bytes: int = DRIVER_BYTES
     reserve_bytes: int = RESERVE_BYTES
 
@@ -128,6 +134,8 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
     if req.driver_bytes:
         # A card unpacks the matrices of a chunk one after another to bf16; the largest has the widest result.
         workspace += 2 * req.width * spec.hidden
+        # Attention has its own before and after that.
+        workspace = max(workspace, prefill_attention(req), decode_parts(req))
     pools = [Pool(name=f"weights: {part}", bytes=size) for part, size in req.weights.items() if size]
     if spec.gdn_layers:
         images, image = req.lanes + req.state_slots + 1, state_bytes(spec, req.dtype, req.gdn_state)
@@ -138,6 +146,9 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
         size = req.lanes * columns * record_bytes(spec, req.dtype)
         pools.append(Pool(name="verify records", bytes=size, note=f"{columns} columns a lane"))
     pools.append(Pool(name="workspace", bytes=workspace, note=f"chunk of {req.prefill_chunk} tokens, decode logits"))
+    if req.host_arena:
+        size = max(STAGED_PAGES * page_bytes(spec, req.kv_dtype), state_bytes(spec, req.dtype, req.gdn_state))
+        pools.append(Pool(name="staging", bytes=size, note=f"a state or {STAGED_PAGES} pages on their way to the host"))
     if req.vision_tokens:
         size = ceil(req.vision_tokens / 1024) * VISION_BYTES_PER_KTOKEN
         pools.append(
@@ -146,12 +157,31 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
     if req.graphs:
         graphs = captured_graphs(req)
         # Logits as the head leaves them, and widened; tokens in the order of a draw.
-        size = graphs * GRAPH_BYTES + GRAPH_POOL_BYTES + req.lanes * columns * req.vocab_size * 10
+        size = graphs * GRAPH_BYTES + GRAPH_POOL_BYTES + decode_parts(req) + req.lanes * columns * req.vocab_size * 10
         pools.append(Pool(name="CUDA graphs", bytes=size, note=f"{graphs} graphs and what they work in"))
     if req.driver_bytes:
         pools.append(Pool(name="driver", bytes=req.driver_bytes, note="context and libraries, an allowance"))
     pools.append(Pool(name="reserve", bytes=req.reserve_bytes, note="kept free"))
     return pools
+
+
+def decode_parts(req: PlanRequest) -> int:
+    """Float32 parts of every column of a decode step that a card's attention joins."""
+    return req.lanes * (req.draft_tokens + 1) * PARTS * _part(req.spec)
+
+
+def prefill_attention(req: PlanRequest) -> int:
+    """What a card's attention holds of a chunk besides activations: over coded pages a segment of the history as plain
+    values, and the float32 parts of its tokens."""
+    if req.kv_dtype in RAW_BYTES:
+        return 0
+    plain = SEGMENT * PAGE * req.spec.kv_heads * req.spec.head_dim * 2 * VALUE_BYTES[req.dtype]
+    return plain + req.prefill_chunk * _part(req.spec)
+
+
+def _part(spec: CacheSpec) -> int:
+    """A token's sums, peaks and masses."""
+    return spec.query_heads * (spec.head_dim + 2) * 4
 
 
 def captured_graphs(req: PlanRequest) -> int:

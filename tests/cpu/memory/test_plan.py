@@ -15,13 +15,24 @@ from longlane.engine.startup import DTYPES
 from longlane.errors import PlanError
 from longlane.kernels.kv_codec.layout import CODECS
 from longlane.layers.batch import new_caches
-from longlane.memory.plan import GIB, MIB, VALUE_BYTES, PlanRequest, make_plan, page_bytes, state_bytes
+from longlane.memory.plan import (
+    GIB,
+    MIB,
+    VALUE_BYTES,
+    PlanRequest,
+    decode_parts,
+    make_plan,
+    page_bytes,
+    prefill_attention,
+    state_bytes,
+)
 from longlane.types import CacheSpec
 
 QWEN_27B = CacheSpec(
     kv_layers=16,
     kv_heads=4,
     head_dim=256,
+    query_heads=24,
     mtp_layers=1,
     gdn_layers=48,
     gdn_value_heads=48,
@@ -183,3 +194,21 @@ def test_settings_out_of_range_are_refused(change: dict[str, object], match: str
 
 def test_explicit_capacity_is_what_is_planned() -> None:
     assert make_plan(request(kv_capacity=300_000)).kv_tokens == 300_032
+
+
+def test_a_host_arena_is_staged_through_a_state_or_16_pages() -> None:
+    def staging(**changes: object) -> list[int]:
+        return [pool.bytes for pool in make_plan(request(**changes)).pools if pool.name == "staging"]
+
+    assert staging() == []
+    assert staging(host_arena=True) == [state_bytes(QWEN_27B)]
+    few = msgspec.structs.replace(QWEN_27B, gdn_layers=1)
+    assert staging(host_arena=True, spec=few) == [16 * page_bytes(few, "rk4v4-e8")]
+
+
+def test_what_attention_works_in() -> None:
+    """128 float32 parts of 24 heads for each of 8 columns; a chunk's, and 256 plain pages of one layer."""
+    part = 24 * 258 * 4
+    assert decode_parts(request()) == 8 * 128 * part
+    assert prefill_attention(request()) == 1024 * part + 256 * 64 * 4 * 256 * 2 * 2
+    assert prefill_attention(request(kv_dtype="bf16")) == 0

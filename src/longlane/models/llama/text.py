@@ -50,6 +50,7 @@ def cache_spec(config: LlamaConfig) -> CacheSpec:
         kv_layers=config.num_hidden_layers,
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
+        query_heads=config.num_attention_heads,
         hidden=config.hidden_size,
     )
 

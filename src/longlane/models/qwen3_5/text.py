@@ -68,6 +68,7 @@ def cache_spec(config: Qwen35Config, *, mtp: bool) -> CacheSpec:
         kv_layers=config.attention_layers,
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
+        query_heads=config.num_attention_heads,
         mtp_layers=int(mtp),
         gdn_layers=len(config.layer_types) - config.attention_layers,
         gdn_value_heads=config.linear_num_value_heads,
