@@ -156,16 +156,23 @@ def main() -> None:
     arguments = parser.parse_args()
     read, flops = ceilings()
     print(f"{torch.cuda.get_device_name()}, read {read / 1e12:.2f} TB/s, bf16 {flops / 1e12:.0f} TFLOP/s")
+    header = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, read=read, flops=flops)
     results: list[dict[str, object]] = []
+
+    def keep(*fresh: dict[str, object]) -> None:
+        """Written each time, so that a time limit loses nothing."""
+        results.extend(fresh)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(dict(header, results=results), indent=1))
+
+    keep(time_host("rk4v4-e8"))
     for codec in arguments.codecs:
-        results += time_append(codec)
-        results += [time_attention(codec, *shape, read, flops) for shape in DECODE]
+        keep(*time_append(codec))
+        for shape in DECODE:
+            keep(time_attention(codec, *shape, read, flops))
     for codec in arguments.prefill:
-        results += [time_attention(codec, *shape, read, flops) for shape in PREFILL]
-    results.append(time_host("rk4v4-e8"))
-    if arguments.out:
-        header = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, read=read, flops=flops)
-        arguments.out.write_text(json.dumps(dict(header, results=results), indent=1))
+        for shape in PREFILL:
+            keep(time_attention(codec, *shape, read, flops))
 
 
 if __name__ == "__main__":
