@@ -96,13 +96,17 @@ def thinking_options(request: ChatRequest, no_thinking: bool) -> dict[str, Any]:
         message = f"reasoning_effort: {effort!r} is none of {', '.join(EFFORTS)}"
         raise RequestError(message, code="reasoning_effort_not_supported", param="reasoning_effort")
     switch = {"enabled": True, "disabled": False}.get(request.thinking.type) if request.thinking else None
-    wanted: dict[str, list[Any]] = {
-        "enable_thinking": [request.enable_thinking, None if effort is None else effort != "none", switch],
-        "preserve_thinking": [request.preserve_thinking],
-        "reasoning_effort": [None if effort == "none" else effort],
+    wanted: dict[str, dict[str, Any]] = {
+        "enable_thinking": {
+            "enable_thinking": request.enable_thinking,
+            "reasoning_effort": None if effort is None else effort != "none",
+            "thinking.type": switch,
+        },
+        "preserve_thinking": {"preserve_thinking": request.preserve_thinking},
+        "reasoning_effort": {"reasoning_effort": None if effort == "none" else effort},
     }
     for name, given in wanted.items():
-        if (value := agreed(name, [options.get(name), *given])) is not None:
+        if (value := agreed(name, {f"chat_template_kwargs.{name}": options.get(name), **given})) is not None:
             options[name] = value
     if no_thinking:
         options.setdefault("enable_thinking", False)

@@ -1,8 +1,8 @@
 """What a client may send. Fields this server does not know are ignored; those it knows and cannot serve are refused."""
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -24,6 +24,11 @@ Count = Annotated[int, Meta(ge=1)]
 TokenLimit = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
+
+
+def one_of(*words: str) -> Meta:
+    """Unlike a `Literal`, whose refusal names the wrong word alone, this says which ones are right."""
+    return Meta(pattern=f"^({'|'.join(words)})$")
 
 
 class StreamOptions(Struct):
@@ -59,7 +64,7 @@ class GenerationFields(Struct, kw_only=True):
 
 
 class Thinking(Struct):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Annotated[str, one_of("enabled", "disabled", "adaptive")]
     budget_tokens: TokenLimit | None = None
 
 
@@ -96,7 +101,7 @@ class FunctionCall(Struct):
 class ToolCall(Struct):
     function: FunctionCall
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Annotated[str, one_of("function")] = "function"
 
 
 class MessageFields(Struct):
@@ -169,13 +174,16 @@ def refuse_unsupported(data: Mapping[str, Any]) -> None:
         raise RequestError(message, code="unsupported_parameter", param="response_format")
 
 
-def agreed(name: str, given: Iterable[Any]) -> Any:
-    """The one value among those `given`, None where there is none; raises `RequestError` 400 for two that differ."""
-    values = [value for value in given if value is not None]
-    if any(value != values[0] for value in values):
-        message = f"{name}: given twice with different values"
-        raise RequestError(message, code="conflicting_template_option", param=name)
-    return values[0] if values else None
+def agreed(name: str, given: Mapping[str, Any]) -> Any:
+    """The one value among those `given` by their places, None where there is none; raises `RequestError` 400 for two
+    that differ."""
+    told = {place: value for place, value in given.items() if value is not None}
+    first = next(iter(told), "")
+    for place, value in told.items():
+        if value != told[first]:
+            message = f"{name}: {first} and {place} disagree; give one of them"
+            raise RequestError(message, code="conflicting_template_option", param=name)
+    return told.get(first)
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str]:

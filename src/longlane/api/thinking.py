@@ -20,8 +20,12 @@ UNLIMITED = 2**53
 
 def asked_budget(request: ChatRequest) -> int | None:
     """The budget that the request itself sets, by whichever name."""
-    inner = None if request.thinking is None else request.thinking.budget_tokens
-    budget: int | None = agreed("thinking_budget", [request.thinking_budget, request.thinking_token_budget, inner])
+    given = {
+        "thinking_budget": request.thinking_budget,
+        "thinking_token_budget": request.thinking_token_budget,
+        "thinking.budget_tokens": request.thinking.budget_tokens if request.thinking else None,
+    }
+    budget: int | None = agreed("thinking_budget", given)
     return budget
 
 

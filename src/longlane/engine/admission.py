@@ -35,7 +35,8 @@ def check_request(request: Request, vocab_size: int) -> None:
 
 def timed_out(waited_s: float) -> EngineError:
     return EngineError(
-        f"no lane became free within {waited_s:.1f} s (--pending-timeout-ms); try again later",
+        f"no lane became free within {waited_s:.1f} s (pending_timeout_ms of the request, or --pending-timeout-ms); "
+        "try again later",
         code="request_queue_timeout",
     )
 

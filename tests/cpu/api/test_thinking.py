@@ -89,19 +89,35 @@ def test_tags_in_a_message_open_and_close_nothing(thinking: Api) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "code"),
+    ("body", "code", "words"),
     [
-        ({"thinking_budget": -1}, "invalid_request"),
-        ({"thinking_budget": "many"}, "invalid_request"),
-        ({"thinking": {"type": "on"}}, "invalid_request"),
-        ({"thinking_budget": 5, "thinking_token_budget": 6}, "conflicting_template_option"),
-        ({"thinking": {"type": "disabled"}, "enable_thinking": True}, "conflicting_template_option"),
-        ({"thinking_budget": 5, "max_tokens": 5 + CLOSE}, "thinking_budget_capacity_insufficient"),
+        ({"thinking_budget": -1}, "invalid_request", ["int", ">= 0"]),
+        ({"thinking_budget": "many"}, "invalid_request", ["int", "str"]),
+        ({"thinking": {"type": "on"}}, "invalid_request", ["thinking.type", "enabled|disabled|adaptive"]),
+        (
+            {"thinking_token_budget": 5, "thinking": {"type": "enabled", "budget_tokens": 6}},
+            "conflicting_template_option",
+            ["thinking_token_budget and thinking.budget_tokens disagree"],
+        ),
+        (
+            {"thinking": {"type": "disabled"}, "enable_thinking": True},
+            "conflicting_template_option",
+            ["enable_thinking and thinking.type disagree"],
+        ),
+        (
+            {"thinking_budget": 5, "max_tokens": 5 + CLOSE},
+            "thinking_budget_capacity_insufficient",
+            [f"max_tokens of {6 + CLOSE} or more"],
+        ),
     ],
 )
-def test_a_budget_that_cannot_be_kept_is_refused(thinking: Api, body: dict[str, Any], code: str) -> None:
+def test_a_budget_that_cannot_be_kept_is_refused(
+    thinking: Api, body: dict[str, Any], code: str, words: list[str]
+) -> None:
     reply = thinking.post(**body)
-    assert (reply.status_code, reply.json()["error"]["code"]) == (400, code)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (400, code)
+    assert all(word in error["message"] for word in words), error
     assert not thinking.engine.requests
 
 
