@@ -4,7 +4,9 @@ import asyncio
 import dataclasses
 import json
 import logging
+import os
 import shlex
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -37,9 +39,10 @@ def serve(
     set_log_level(config.log_level)
     if config.api_key == "":
         raise ConfigError("--api-key is empty, which would let everybody in; leave it out to serve without a key")
+    policy: FaultPolicy = pick(FaultPolicy, values)
+    make_fault_dir(policy.fault_dir)
     console = Console(highlight=False)
     with listen(config.host, config.port) as sock:
-        policy: FaultPolicy = pick(FaultPolicy, values)
         state = open_session(engine_config, config, console, policy)
         with LoadingBars(console) as bars, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
@@ -48,6 +51,18 @@ def serve(
                 _announce(state, policy, ready, console)
 
             runner.run(serve_http(state, sock, bars, announce))
+
+
+def make_fault_dir(directory: Path | None) -> None:
+    """Raises `ConfigError` now for a place that would lose the report of a fault later."""
+    if directory is None:
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--fault-dir {directory}: {error.strerror}; name a folder that can be made") from None
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"--fault-dir {directory} cannot be written to; name a folder that can")
 
 
 def set_log_level(level: str) -> None:

@@ -77,6 +77,7 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: py
         (["serve", "tiny", "--host", "999.1.1.1"], "--host 999.1.1.1"),
         (["serve", "tiny", "--api-key", ""], "--api-key is empty"),
         (["serve", "tiny", "--request-log-jsonl", "/nowhere/log"], "--request-log-jsonl"),
+        (["serve", "tiny", "--fault-dir", "/dev/null/faults"], "name a folder that can be made"),
         (["serve", str(ROOT / "pyproject.toml")], "pyproject.toml"),
     ],
 )
