@@ -30,10 +30,10 @@ def doctor(
     """Look at the machine, measure its two ceilings, and run every kernel against its oracle. Exit status 1 if one of
     them is wrong."""
     where = choose_device(device)
+    plan = _plan(model, where) if model else None
     machine, limits = describe(), ceilings(where)
     results = list(checks(where, torch.bfloat16 if where.type == "cuda" else torch.float32))
     known = hazards(machine)
-    plan = _plan(model, where) if model else None
     if as_json:
         found = {
             "device": str(where),
@@ -49,7 +49,8 @@ def doctor(
         _print_machine(machine, console)
         console.print(
             f"{where}: reads {limits['read_bytes_per_s'] / 1e9:,.0f} GB/s, multiplies "
-            f"{limits['product_flops'] / 1e12:,.2f} TFLOP/s (measured now; a decode step reads all weights once)"
+            f"{limits['product_flops'] / 1e12:,.2f} TFLOP/s (measured now; a decode step reads all weights once)",
+            soft_wrap=True,
         )
         _print_checks(results, console)
         for hazard in known:
@@ -63,7 +64,8 @@ def doctor(
 
 
 def _plan(model: str, device: torch.device) -> MemoryPlan | str:
-    """What `serve` would allocate without further flags, or why it cannot."""
+    """What `serve` would allocate without further flags, or why it cannot. The weights count as they are stored: the
+    CPU's routes unpack them and take up to twice as much."""
     config, path = model_config(model, None)
     on_card = device.type == "cuda"
     dtype = "bf16" if on_card else "float32"

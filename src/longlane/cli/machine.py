@@ -109,7 +109,9 @@ def _throttle(nvml: ModuleType, reasons: int | None) -> list[str] | None:
 def ceilings(device: torch.device) -> dict[str, float]:
     """Bytes/s of a read-only pass over memory, and FLOP/s of a matrix product in the dtype of the fast route."""
     on_card = device.type == "cuda"
-    block = torch.ones((1 << 30) if on_card else (1 << 26), dtype=torch.float32, device=device)
+    # A card that already serves has little left: a quarter of that is still far more than its caches hold.
+    size_bytes = min(1 << 32, torch.cuda.mem_get_info(device)[0] // 4) if on_card else 1 << 28
+    block = torch.ones(size_bytes // 4, dtype=torch.float32, device=device)
     size, dtype = (8192, torch.bfloat16) if on_card else (1024, torch.float32)
     x, w = torch.randn(2, size, size, device=device).to(dtype)
     return {
