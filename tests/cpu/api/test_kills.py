@@ -166,8 +166,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         yield served
 
 
-def test_three_deaths_under_load(served: Served) -> None:
-    check_kills(served, ["SIGKILL", "exception", "hang"], rss_mib=32)
+def test_deaths_under_load(served: Served) -> None:
+    check_kills(served, ["SIGKILL", "exception"], rss_mib=32)
 
 
 @pytest.mark.nightly
