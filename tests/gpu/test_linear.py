@@ -63,3 +63,30 @@ def test_columns_are_independent(name: str) -> None:
     alone = torch.cat([triton.stream(row[None], tiles) for row in x])
     for count in (5, 8, 9, 16, 23, 32):
         assert torch.equal(triton.stream(x[:count], tiles), alone[:count])
+
+
+def test_long_rows() -> None:
+    weight = packed("q5_g64_fp16", 96, 17_408)
+    for columns in (1, 8, 16):
+        check(torch.randn(columns, 17_408, device="cuda").bfloat16(), tile(weight), naive.dequantize(weight))
+
+
+def test_several_matrices_give_what_each_gives_alone() -> None:
+    matrices = [
+        tile(torch.randn(96, 5120, device="cuda").bfloat16()),
+        tile(packed("q5_g64_fp16", 1280, 5120)),
+        tile(packed("q4_g64_fp16", 640, 5120)),
+    ]
+    for columns in (1, 5, 16, 40):
+        x = torch.randn(columns, 5120, device="cuda").bfloat16()
+        rows = torch.full((columns, 1280 + 640), torch.nan, dtype=torch.bfloat16, device="cuda")
+        gates = torch.full((columns, 96), torch.nan, dtype=torch.bfloat16, device="cuda")
+        triton.linear_many(x, matrices, [gates, rows[:, :1280], rows[:, 1280:]])
+        for got, tiles in zip((gates, rows[:, :1280], rows[:, 1280:]), matrices, strict=True):
+            assert torch.equal(got, triton.linear(x, tiles))
+
+
+def test_results_may_be_float32() -> None:
+    tiles, x = tile(packed("q8_g32_fp16", 256, 640)), torch.randn(3, 640, device="cuda").bfloat16()
+    wide = triton.stream(x, tiles, out=torch.empty(3, 256, device="cuda"))
+    assert torch.equal(wide.bfloat16(), triton.stream(x, tiles))

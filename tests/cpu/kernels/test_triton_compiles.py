@@ -42,11 +42,6 @@ with compiling(card, [attention, chunks, convolution, decode, gdn, kv_codec, lon
                 gluon.stream(zeros(columns, k), part, zeros(columns, part.outputs), card, cut)
         if kind != "bf16":
             expand.expand(tiles.Tiles(kind, (16, 512), torch.zeros(1, 8, tiles.BLOCK[kind], dtype=torch.int32)))
-    for columns in (8, 16, 32):
-        kinds, blocks = ("q4", "q5", "bf16"), 80
-        many = [tiles.Tiles(k, (64, 5120), torch.zeros(4, blocks, tiles.BLOCK[k], dtype=torch.int32)) for k in kinds]
-        for count in (2, 3):
-            gluon.stream_many(zeros(columns, 5120), many[:count], [zeros(columns, 64)] * count, card)
     weight = torch.ones(256)
     for lengths, context in (((1, 1), (0, 70)), ((4, 4), (9, 9)), ((70,), (5,))):
         rows = make_rows(lengths, context)

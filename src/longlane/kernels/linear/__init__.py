@@ -130,7 +130,6 @@ def linear_side_by_side(x: Tensor, parts: Sequence[Prepared], out: Tensor, *, in
     outs = [out[:, end - part.width : end] for end, part in zip(ends, parts, strict=True)]
     tiles = [part.tiles for part in parts if part.tiles is not None and not part.paired]
     if len(tiles) == len(parts):
-        # One launch where the card has a kernel for it.
         kernels = _gpu()
         (kernels.stream_many if independent else kernels.linear_many)(x, tiles, outs)
         return out
