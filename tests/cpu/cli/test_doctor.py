@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from longlane.cli import app, machine
+from longlane.errors import LonglaneError
 from longlane.kernels import norm_rope, selftest
 
 HEALTHY = {"driver": "NVRM version: 595.91.07", "cuda_works": True, "cards": []}
@@ -51,6 +52,13 @@ def test_a_wrong_kernel_is_named_and_is_an_exit_status(monkeypatch: pytest.Monke
     assert result.exit_code == 1
     assert "rms_norm" in result.stdout
     assert "ZeroDivisionError" in result.stdout
+
+
+def test_a_wrong_model_is_named_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "seconds", lambda work, device: pytest.fail("measured first"))
+    result = CliRunner().invoke(app, ["doctor", "nosuch", "--device", "cpu"])
+    assert isinstance(result.exception, LonglaneError)
+    assert "nosuch" in result.exception.message
 
 
 def test_every_kernel_in_bfloat16() -> None:
