@@ -15,6 +15,7 @@ import pytest
 from longlane.config import FaultPolicy
 from longlane.engine.client import EngineClient
 from longlane.engine.faults import KEPT_REPORTS, StepRecorder, last_step, write_report
+from longlane.engine.supervisor import Health
 from longlane.errors import EngineError
 from longlane.types import Request, Tokens
 from support.toy_engine import oracle, settings
@@ -128,11 +129,12 @@ async def test_a_fault_at_the_first_start_is_reported_and_not_repeated(tmp_path:
     assert client.state == "dead"
 
 
-async def test_an_error_of_the_input_is_no_fault(tmp_path: Path) -> None:
+async def test_an_error_of_the_input_says_why_is_no_fault_and_is_not_repeated(tmp_path: Path) -> None:
     client = EngineClient(settings(model="missing"), policy=FaultPolicy(fault_dir=tmp_path), command=COMMAND)
-    with pytest.raises(EngineError, match="there is no model"):
+    with pytest.raises(EngineError, match="there is no model 'missing'") as failed:
         await client.start()
-    assert client.health.last_fault is None
+    assert (failed.value.code, client.state) == ("invalid_checkpoint", "dead")
+    assert client.health == Health()
     assert not list(tmp_path.iterdir())
 
 

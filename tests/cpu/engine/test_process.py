@@ -181,13 +181,6 @@ async def test_an_engine_that_may_not_restart_is_left_dead():
         assert dead.value.code == "service_unavailable"
 
 
-async def test_a_start_that_fails_says_why_and_is_not_repeated():
-    client = EngineClient(settings(model="missing"), command=COMMAND)
-    with pytest.raises(EngineError, match="there is no model 'missing'") as failed:
-        await client.start()
-    assert (failed.value.code, client.state, client.health.restarts) == ("invalid_checkpoint", "dead", 0)
-
-
 @pytest.mark.parametrize("broken", ["no such program", "no room for its sockets"])
 async def test_a_process_that_cannot_be_started_is_an_error_and_not_a_hang(broken, tmp_path, monkeypatch):
     if broken == "no room for its sockets":
