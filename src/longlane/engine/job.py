@@ -1,5 +1,6 @@
 """One request inside the engine, from its arrival to its last message."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from longlane.engine.scheduler import Entry
@@ -31,6 +32,14 @@ class Job(Entry):
     @property
     def priority(self) -> int:
         return self.request.priority
+
+    @property
+    def owed(self) -> int:
+        return self.row.remaining
+
+    @property
+    def boundaries(self) -> Sequence[int]:
+        return self.request.boundaries
 
     def count_chunk(self, tokens: int, took_s: float) -> None:
         Entry.count_chunk(self, tokens, took_s)

@@ -176,7 +176,7 @@ class Engine:
             self._return(self._running[id])
         if self._waiting:
             self._expire()
-            self._admit()
+            scheduler.admit(self._memory, self._waiting, self._running, self._policy.lanes, self._clock())
         self._announce()
 
     def stats(self, check: bool = False) -> Stats:
@@ -223,18 +223,6 @@ class Engine:
         for entry in scheduler.expired([job.waiting() for job in self._waiting.values()], now):
             job = self._waiting[entry.id]
             self._fail(job, timed_out(now - job.submitted))
-
-    def _admit(self) -> None:
-        for entry in scheduler.admission_order([job.waiting() for job in self._waiting.values()]):
-            job = self._waiting[entry.id]
-            if len(self._running) >= self._config.max_concurrency:
-                return
-            if scheduler.follows(job, self._running.values(), self._clock()):
-                continue
-            job.lease = self._memory.admit(job.id, job.tokens, job.row.remaining, job.request.boundaries)
-            if job.lease is None:
-                return
-            self._running[job.id] = self._waiting.pop(job.id)
 
     def _announce(self) -> None:
         """Say of each admitted request, once, what it need not compute: when that is certain."""
@@ -416,7 +404,7 @@ class Engine:
     def _release(self, job: Job, keep: bool = True) -> None:
         if job.lease is not None:
             self._memory.release(job.lease, keep)
-        job.lease, job.decoding, job.skipped = None, False, 0
+        job.lease, job.decoding = None, False
 
     def _check(self) -> list[str]:
         faults = self._memory.check_integrity()

@@ -4,11 +4,11 @@ One step is all decode rows, then at most one chunk of one prefill.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from longlane.memory.manager import Lease, Memory
+from longlane.memory.manager import Lease, Memory, pages_for
 from longlane.memory.plan import PAGE
 
 # A staged prefill that younger ones overtook so many times in a row goes next.
@@ -166,7 +166,8 @@ class Entry(ABC):
     """A request as the policy sees it, in the engine and in the simulator.
 
     tokens: prompt and everything generated. One with a lease is admitted; while `decoding`, exactly its last token is
-    not in the cache yet. `submitted`, `deadline` and `admitted` are on the caller's clock.
+    not in the cache yet. `submitted`, `deadline` and `admitted` are on the caller's clock. `skipped` outlives a pause:
+    what was overtaken too often and then paused is still next.
     """
 
     arrival: int
@@ -186,6 +187,16 @@ class Entry(ABC):
     @property
     @abstractmethod
     def priority(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def owed(self) -> int:
+        """Tokens of the answer that are still to come."""
+
+    @property
+    @abstractmethod
+    def boundaries(self) -> Sequence[int]:
+        """Offsets of the prompt at which its state may be kept."""
 
     def waiting(self) -> Waiting:
         paused = self.admitted is not None
@@ -214,19 +225,53 @@ class Entry(ABC):
         self.token_s = token_cost(self.token_s, took_s, tokens)
 
 
-def follows(entry: Entry, running: Iterable[Entry], now: float) -> bool:
+def follows(entry: Entry, running: Iterable[Entry], now: float, cached: Callable[[Sequence[int]], int]) -> bool:
     """Whether `entry` should stay in the queue for a prefix that a running prefill is about to compute and to keep,
-    instead of computing it beside. For at most half of its patience, and not for one of a lower priority."""
+    instead of computing it beside. For at most half of its patience, not for one of a lower priority, and not for one
+    that has yet to compute what is `cached` of `entry`: it would get there sooner itself."""
     return now < (entry.submitted + entry.deadline) / 2 and any(
-        other.tokens[:stop] == entry.tokens[:stop]
+        cached(entry.tokens) <= other.lease.length
         for other in running
-        if other.lease is not None and other.priority >= entry.priority
-        for stop in other.lease.stops
-        if other.lease.length < stop < len(entry.tokens)
+        if other.lease is not None and other.priority >= entry.priority and will_share(other, entry)
+    )
+
+
+def will_share(leader: Entry, entry: Entry) -> bool:
+    """Whether `entry` begins with all that `leader` has computed when it next keeps a state."""
+    assert leader.lease is not None
+    stop = next((stop for stop in leader.lease.stops if stop > leader.lease.length), len(entry.tokens))
+    # The last token first: most prompts differ there, and need not be compared as a whole before every step.
+    return (
+        stop < len(entry.tokens)
+        and leader.tokens[stop - 1] == entry.tokens[stop - 1]
+        and leader.tokens[:stop] == entry.tokens[:stop]
     )
 
 
 E = TypeVar("E", bound=Entry)
+
+
+def admit(memory: Memory, waiting: dict[str, E], running: dict[str, E], lanes: int, now: float) -> list[E]:
+    """Move those who may run now from `waiting` to `running`. Returns them, the first one first.
+
+    One that `follows` loses nothing by it: the others get the lanes and pages that it would leave them if it ran.
+    """
+    admitted: list[E] = []
+    held, held_pages = 0, 0
+    for place in admission_order([entry.waiting() for entry in waiting.values()]):
+        entry = waiting[place.id]
+        if len(running) + held >= lanes:
+            break
+        if follows(entry, running.values(), now, memory.cached):
+            # One more, for the answer to grow into.
+            held, held_pages = held + 1, held_pages + pages_for(len(entry.tokens)) + 1
+            continue
+        entry.lease = memory.admit(entry.id, entry.tokens, entry.owed, entry.boundaries, leave=held_pages)
+        if entry.lease is None:
+            break
+        running[entry.id] = waiting.pop(entry.id)
+        admitted.append(entry)
+    return admitted
 
 
 def make_room(memory: Memory, entry: E, drafts: int, running: Mapping[str, E], pause: Callable[[E], None]) -> bool:

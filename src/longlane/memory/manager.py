@@ -130,9 +130,14 @@ class Memory:
         return min(max_new, room)
 
     def admit(
-        self, request_id: str, token_ids: Sequence[int], max_new: int, boundaries: Iterable[int] = ()
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        max_new: int,
+        boundaries: Iterable[int] = (),
+        leave: int = 0,
     ) -> Lease | None:
-        """Pages for the whole prompt and a state slot, or None when there is no room now.
+        """Pages for the whole prompt and a state slot, or None when there is no room now for it and `leave` pages more.
 
         What the tree holds of the prompt is shared, not computed again. Raises `RequestError` for what can never fit.
         """
@@ -144,14 +149,14 @@ class Memory:
         restore = self._tiers.find(self._tree.root, token_ids, match.length) if self._tiers else None
         if restore:
             match = Match(restore.node, None, restore.length, match.common, "")
-        pages = self._reserve(match, need, limit)
+        pages = self._reserve(match, need, limit, leave)
         if pages is None:
             self._cancel(restore)
             restore = None
         if pages is None and not self._leases:
             # A prefix and the page it is continued in can be one page too many. Alone, a request always fits.
             match = self._nothing("the pool has no room for prompt and prefix")
-            pages = self._reserve(match, need, limit)
+            pages = self._reserve(match, need, limit, leave)
         if pages is None:
             self._flush()
             return None
@@ -172,10 +177,17 @@ class Memory:
         self._flush()
         return lease
 
+    def cached(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens a request for them would not compute, in whichever tier they are."""
+        if not self._reuse:
+            return 0
+        there = self._tree.match(token_ids).length
+        return self._tiers.longest(self._tree.root, token_ids, there) if self._tiers else there
+
     def _nothing(self, miss: str) -> Match:
         return Match(self._tree.root, None, 0, 0, miss)
 
-    def _reserve(self, match: Match, need: int, limit: int) -> list[int] | None:
+    def _reserve(self, match: Match, need: int, limit: int, leave: int) -> list[int] | None:
         """These pages are taken, the shared ones first, and a slot can be had; or None and no page taken."""
         shared = [node.page for node in match.node.path()]
         tail = [match.checkpoint.tail_page] if match.checkpoint and match.checkpoint.tail_page else []
@@ -185,7 +197,8 @@ class Memory:
         spare = growing if self._leases else 0
         want = need - len(shared) + spare
         # What cannot be had is not evicted for: a request that waits must not empty the cache meanwhile.
-        fits = self._pages.free >= want or self._pages.free + self._evictable(shared + tail) >= want
+        most = want + leave
+        fits = self._pages.free >= most or self._pages.free + self._evictable(shared + tail) >= most
         fits = fits and (self._tree.free_slot(keep=match.checkpoint) or match.checkpoint is not None)
         fits = fits and self._tree.free_pages(want, keep=match.checkpoint)
         self._pages.give(tail)

@@ -116,6 +116,10 @@ class Tiers:
         wanted = found.below[: found.depth - len(on_device)]
         return self._pin(found, node, wanted)
 
+    def longest(self, root: Node, token_ids: Sequence[int], least: int) -> int:
+        """The length of what `find` would look for, `least` where there is nothing longer."""
+        return self._search(root, array("i", token_ids).tobytes(), least).length
+
     def begin(self, restore: Restore, targets: Sequence[int], slot: int) -> None:
         """Bring it to these pages, the last of them for the page that the state lies inside of, and this slot."""
         restore.targets, restore.slot = targets, slot

@@ -66,8 +66,11 @@ class Job(Entry):
 
     @property
     def owed(self) -> int:
-        """Tokens of the answer that are still to come."""
         return len(self.ask.prompt) + len(self.ask.answer) - len(self.tokens)
+
+    @property
+    def boundaries(self) -> Sequence[int]:
+        return self.ask.boundaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,9 @@ class Machine:
             self._submit(heapq.heappop(self._coming)[2])
         for entry in scheduler.expired([job.waiting() for job in self._waiting.values()], self._now):
             self._end(self._waiting[entry.id], "timed out")
-        self._admit()
+        for job in scheduler.admit(self._memory, self._waiting, self._running, self._limits.lanes, self._now):
+            if job.admitted is None and job.lease is not None:
+                job.admitted, job.cached_tokens = self._now, job.lease.cached_tokens
         running = tuple(job.running() for job in self._running.values())
         state = Snapshot(running=running, debt_s=self._debt_s, token_s=self._token_s)
         plan = self._plan(state, self._limits)
@@ -187,20 +192,6 @@ class Machine:
             self._end(job, "rejected")
         else:
             self._waiting[job.id] = job
-
-    def _admit(self) -> None:
-        for entry in scheduler.admission_order([job.waiting() for job in self._waiting.values()]):
-            job = self._waiting[entry.id]
-            if len(self._running) >= self._config.max_concurrency:
-                return
-            if scheduler.follows(job, self._running.values(), self._now):
-                continue
-            job.lease = self._memory.admit(job.id, job.tokens, job.owed, job.ask.boundaries)
-            if job.lease is None:
-                return
-            self._running[job.id] = self._waiting.pop(job.id)
-            if job.admitted is None:
-                job.admitted, job.cached_tokens = self._now, job.lease.cached_tokens
 
     def _decode(self, jobs: Sequence[Job]) -> dict[str, int]:
         """One round. Returns the tokens that each row got."""
@@ -270,4 +261,4 @@ class Machine:
     def _release(self, job: Job) -> None:
         if job.lease is not None:
             self._memory.release(job.lease)
-        job.lease, job.decoding, job.skipped = None, False, 0
+        job.lease, job.decoding = None, False

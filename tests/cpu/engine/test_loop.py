@@ -339,8 +339,8 @@ def test_a_chunk_ends_where_a_state_is_to_be_kept(monkeypatch):
     lengths = []
     admit, commit = engine._memory.admit, engine._memory.commit
 
-    def admit_with_stops(*args):
-        lease = admit(*args)
+    def admit_with_stops(*args, **options):
+        lease = admit(*args, **options)
         lease.stops = (10, 64, 100)
         return lease
 

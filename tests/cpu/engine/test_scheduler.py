@@ -1,8 +1,5 @@
 """The policy as pure functions: who runs, who waits, how long."""
 
-from array import array
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +8,6 @@ from longlane.engine.admission import is_overloaded
 from longlane.engine.scheduler import (
     MAX_SKIPS,
     Chunk,
-    Entry,
     Policy,
     Running,
     Snapshot,
@@ -20,12 +16,9 @@ from longlane.engine.scheduler import (
     choose_victim,
     chunk_size,
     expired,
-    follows,
     plan_step,
     settle,
 )
-from longlane.memory.manager import Lease
-from longlane.memory.node import Node
 
 POLICY = Policy(prefill_chunk=1024, decode_floor=0.5)
 
@@ -158,29 +151,6 @@ def waiting(id: str, arrival: int, *, priority: int = 0, deadline: float = 10.0,
 def test_paused_requests_enter_first_then_priority_then_arrival():
     queue = [waiting("c", 3), waiting("b", 2, priority=1), waiting("a", 1), waiting("p", 9, priority=-5, paused=True)]
     assert [entry.id for entry in admission_order(queue)] == ["p", "b", "a", "c"]
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Asked(Entry):
-    id: str = "x"
-    priority: int = 0
-
-
-def prefilling(tokens: list[int], done: int, stops: tuple[int, ...], priority: int = 0) -> Asked:
-    lease = Lease("x", 1, len(tokens), array("i"), Node(None, b"", b"", 0, 0), array("i", tokens[:done]), stops=stops)
-    return Asked(arrival=0, submitted=0.0, deadline=10.0, tokens=tokens, lease=lease, priority=priority)
-
-
-def test_a_prompt_waits_for_what_another_is_about_to_keep_of_it():
-    system, rest = list(range(200)), [7] * 50
-    queued = Asked(arrival=1, submitted=0.0, deadline=10.0, tokens=system + rest)
-    assert follows(queued, [prefilling(system + [9] * 50, 0, (200,))], now=1.0)
-    assert not follows(queued, [prefilling(system + [9] * 50, 200, (200,))], now=1.0), "it is there"
-    assert not follows(queued, [prefilling(system + [9] * 50, 0, (230,))], now=1.0), "they part before"
-    assert not follows(queued, [prefilling(system + [9] * 50, 0, ())], now=1.0), "nothing is kept"
-    assert not follows(queued, [prefilling(system + [9] * 50, 0, (200,), priority=-1)], now=1.0)
-    assert not follows(queued, [prefilling(system + [9] * 50, 0, (200,))], now=5.0), "it has waited long enough"
-    assert not follows(queued, [], now=1.0)
 
 
 def test_only_requests_that_never_ran_expire():
