@@ -130,12 +130,7 @@ class Memory:
         return min(max_new, room)
 
     def admit(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        max_new: int,
-        boundaries: Iterable[int] = (),
-        leave: int = 0,
+        self, request_id: str, token_ids: Sequence[int], max_new: int, boundaries: Iterable[int] = (), leave: int = 0
     ) -> Lease | None:
         """Pages for the whole prompt and a state slot, or None when there is no room now for it and `leave` pages more.
 
@@ -145,10 +140,7 @@ class Memory:
         # The last new token is never fed back, so it needs no place in the cache.
         limit = len(token_ids) + max(0, self.allowed_new(len(token_ids), max_new) - 1)
         need = pages_for(len(token_ids))
-        match = self._tree.match(token_ids) if self._reuse else self._nothing("reuse is off")
-        restore = self._tiers.find(self._tree.root, token_ids, match.length) if self._tiers else None
-        if restore:
-            match = Match(restore.node, None, restore.length, match.common, "")
+        match, restore = self._find(token_ids)
         pages = self._reserve(match, need, limit, leave)
         if pages is None:
             self._cancel(restore)
@@ -176,6 +168,12 @@ class Memory:
         )
         self._flush()
         return lease
+
+    def _find(self, token_ids: Sequence[int]) -> tuple[Match, Restore | None]:
+        """The longest prefix of all tiers, and what brings it here where the device has a shorter one."""
+        match = self._tree.match(token_ids) if self._reuse else self._nothing("reuse is off")
+        restore = self._tiers.find(self._tree.root, token_ids, match.length) if self._tiers else None
+        return (Match(restore.node, None, restore.length, match.common, ""), restore) if restore else (match, None)
 
     def cached(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens a request for them would not compute, in whichever tier they are."""

@@ -117,7 +117,7 @@ class Tiers:
         return self._pin(found, node, wanted)
 
     def longest(self, root: Node, token_ids: Sequence[int], least: int) -> int:
-        """The length of what `find` would look for, `least` where there is nothing longer."""
+        """The length of what `find` would bring back where there is room for it, `least` where nothing is longer."""
         return self._search(root, array("i", token_ids).tobytes(), least).length
 
     def begin(self, restore: Restore, targets: Sequence[int], slot: int) -> None:

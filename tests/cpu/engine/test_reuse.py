@@ -68,6 +68,7 @@ def test_the_next_turn_computes_only_what_is_new():
     first = talk.request(0, Turn(-1, 0, 30, 20, 1, True))
     assert serve(engine, first).computed_prefill_tokens == 230
     second = talk.request(1, Turn(0, 0, 15, 5, 2, True))
+    assert engine._memory.cached(second.token_ids) == 249
     timings = serve(engine, second)
     # The last token of the answer was never fed back.
     assert timings.cached_tokens == 249

@@ -85,6 +85,7 @@ def test_what_the_arena_cannot_hold_is_not_found(tmp_path):
     device = filled(2, 1)
     tiers = tiers_over(device, tmp_path)
     assert tiers.find(path(0), TOKENS[:200], 0) is None
+    assert tiers.longest(path(0), TOKENS[:200], 0) == 192
     assert tiers.check([]) == []
     # What is on the device already needs no row.
     on_device = path(2).path()
@@ -101,6 +102,7 @@ def test_nothing_is_found_that_the_device_has_itself(tmp_path):
     written(tmp_path, 2)
     tiers = tiers_over(filled(8, 2), tmp_path)
     assert tiers.find(path(0), TOKENS[:200], 128) is None
+    assert tiers.longest(path(0), TOKENS[:200], 130) == 130
     assert tiers.find(path(0), TOKENS[:128], 0) is None
     assert tiers.find(path(0), [*TOKENS[:100], 0, *TOKENS[101:200]], 0) is None
     tiers.close()
