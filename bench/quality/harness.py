@@ -1,4 +1,4 @@
-"""What both quality scripts use: arguments, processes, answers, acceptance, bits per byte, markdown."""
+"""What the quality scripts share: arguments, processes, answers, acceptance, bits per byte, markdown."""
 
 import argparse
 import json
@@ -54,8 +54,7 @@ class Ledger:
     def __init__(self, args: argparse.Namespace) -> None:
         out = out_path("results", args)
         self._path = out.with_suffix(".jsonl") if out else None
-        lines = self._path.read_text().splitlines() if self._path and self._path.exists() else []
-        self._known: dict[str, Any] = {line["key"]: line["result"] for line in map(json.loads, lines)}
+        self._known: dict[str, Any] = dict(known_lines(self._path)) if self._path and self._path.exists() else {}
 
     def spread(self, work: Callable[..., Any], args: argparse.Namespace, units: Sequence[tuple[Any, ...]]) -> list[Any]:
         """work(args, *unit) of every unit, in order, in `args.jobs` processes. Results are plain JSON."""
@@ -77,6 +76,15 @@ class Ledger:
         if self._path:
             with self._path.open("a") as file:
                 file.write(line + "\n")
+
+
+def known_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Keys and results. The last line is cut off the file where a run was stopped inside of it."""
+    # Answers may hold other ends of lines than ours, which `splitlines` would take for such.
+    *lines, torn = path.read_bytes().split(b"\n")
+    os.truncate(path, path.stat().st_size - len(torn))
+    for line in map(json.loads, lines):
+        yield line["key"], line["result"]
 
 
 Call = tuple[str, Callable[..., Any], argparse.Namespace, tuple[Any, ...]]

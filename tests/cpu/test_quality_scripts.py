@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from bench.quality import corpus, encoders, gdn_states, kv_codecs, skills, tasks
-from bench.quality.harness import table
+from bench.quality.harness import known_lines, table
 
 from longlane.artifact.geometry import GEOMETRIES
 from longlane.models.registry import cache_spec
@@ -83,6 +83,15 @@ def test_state_script_compares_states_and_takes_up_where_it_was_cut_short(tmp_pa
     ledger.write_text("\n".join(lines[:-1]) + "\n")
     assert run_script(gdn_states, tmp_path, monkeypatch, *arguments) == first
     assert sorted(ledger.read_text().splitlines()) == sorted(lines)
+
+
+def test_a_line_that_a_run_was_stopped_inside_of_is_measured_again(tmp_path):
+    path = tmp_path / "out.jsonl"
+    line = json.dumps({"key": "a", "result": "two\u2028lines\x85"}, ensure_ascii=False) + "\n"
+    path.write_text(line + '{"key": "b", "res')
+    assert dict(known_lines(path)) == {"a": "two\u2028lines\x85"}
+    assert path.read_text() == line
+    assert dict(known_lines(path)) == {"a": "two\u2028lines\x85"}
 
 
 def test_bytes_of_a_token_are_those_published():
