@@ -15,7 +15,16 @@ from longlane.artifact.text_config import read_json
 from longlane.cli.tables import print_plan
 from longlane.config import GdnState, SpecMode
 from longlane.errors import ConfigError
-from longlane.memory.plan import GIB, MIB, PlanRequest, activation_width, choose_context, make_plan, max_drafts
+from longlane.memory.plan import (
+    GIB,
+    HOST_KV_MIB,
+    MIB,
+    PlanRequest,
+    activation_width,
+    choose_context,
+    make_plan,
+    max_drafts,
+)
 from longlane.models.registry import cache_spec
 
 # Geometries whose vision tower is `artifact.geometry.VISION`.
@@ -41,6 +50,9 @@ def plan(
     device_state_slots: Annotated[
         int | None, typer.Option(help="State images beside the lanes'; default as lanes.", min=0)
     ] = None,
+    host_kv_mib: Annotated[
+        int, typer.Option(help="Host memory for pages that leave the device; 0 is no host tier.", min=0)
+    ] = HOST_KV_MIB,
     prefill_chunk: Annotated[int, typer.Option(help="Tokens of a prefill step.", min=1)] = 1024,
     spec: Annotated[SpecMode, typer.Option(help="Speculative decoding.")] = "off",
     draft_tokens: Annotated[int | None, typer.Option(help="Most drafts a round; default what --spec can.")] = None,
@@ -59,9 +71,10 @@ def plan(
     vision_tokens = vision_max_tokens or (8192 if vision else 0)
     sections += ["vision"] if vision_tokens else []
     config, path = model_config(model, geometry)
+    caches = cache_spec(config, mtp="mtp" in spec)
     request = PlanRequest(
         device_bytes=parse_size(vram),
-        spec=cache_spec(config, mtp="mtp" in spec),
+        spec=caches,
         weights=weight_bytes(config, path, sections, weights, _tower(path, geometry) if vision_tokens else None),
         vocab_size=int(config["vocab_size"]),
         width=activation_width(config),
@@ -75,6 +88,7 @@ def plan(
         draft_tokens=max_drafts(spec, draft_tokens),
         vision_tokens=vision_tokens,
         graphs=not no_cuda_graph,
+        host_arena=bool(host_kv_mib and caches.gdn_layers),
     )
     made = make_plan(request)
     if as_json:

@@ -23,6 +23,7 @@ from longlane.memory.manager import Memory, pages_for
 from longlane.memory.pages import PagePool
 from longlane.memory.plan import (
     DRIVER_BYTES,
+    HOST_KV_MIB,
     PlanRequest,
     activation_width,
     choose_context,
@@ -41,8 +42,6 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[Loading], None]
 
-# Pinned beside a card for pages that leave it.
-HOST_KV_MIB = 8192
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
 
 

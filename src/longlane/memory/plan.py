@@ -29,6 +29,8 @@ GRAPH_POOL_BYTES = 96 * MIB
 # Encoder activations for 1,024 merged image tokens.
 VISION_BYTES_PER_KTOKEN = 62 * MIB
 
+# Pinned host memory beside a card for pages that leave it, unless a flag says otherwise.
+HOST_KV_MIB = 8192
 # Pages that the staging buffer of a host arena holds at least.
 STAGED_PAGES = 16
 
