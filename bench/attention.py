@@ -2,18 +2,18 @@
 """Attention and append of the 27B over pages of every `--kv-dtype`, and pages to and from the host, beside the ceilings
 of the same run.
 
-    python bench/attention.py [--codecs bf16 rk4v4-e8] [--out results.json]
+    PYTHONPATH=src:. python bench/attention.py [--codecs bf16 rk4v4-e8] [--out results.json]
 
 A graph of launches walks copies of the pages larger than any L2; times are medians per launch of one layer."""
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bench.step import DEVICE, HEAD_DIM, HEADS, KV_HEADS, captured, ceilings, median_seconds
 from torch import Tensor
 
 from longlane.kernels import kv_codec
@@ -23,46 +23,20 @@ from longlane.kernels.kv_codec.pages import KVPages
 from longlane.kernels.ragged import Ragged, ragged
 from longlane.memory.arena import Arena, Ticket
 
-HEADS, KV_HEADS, HEAD_DIM, LAYERS = 24, 4, 256, 16
-DEVICE = "cuda"
+LAYERS = 16
 WORKING_SET = 300 << 20
 DECODE = [((1,), 512), ((1,), 8192), ((4,), 8192), ((1,) * 8, 8192), ((1,), 65_536), ((1,), 260_096), ((4,), 260_096)]
 PREFILL = [((2048,), 8192), ((2048,), 63_488), ((2048,), 258_048), ((100,), 100_000)]
 
 
-def seconds(run: Callable[[], object], times: int = 9) -> float:
-    """Median of device events around `run`."""
-    run()
-    torch.cuda.synchronize()
-    taken = []
-    for _ in range(times):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        taken.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(taken)
+def seconds_each(runs: list[Callable[[], object]], repeats: int = 9) -> float:
+    """Median seconds of a run when all of them follow each other in one graph."""
 
-
-def captured(runs: list[Callable[[], object]]) -> Callable[[], None]:
-    """One graph of all runs, after one of each to compile."""
-    for run in runs:
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    def all_of_them() -> None:
         for run in runs:
             run()
-    return graph.replay
 
-
-def ceilings() -> tuple[float, float]:
-    """(bytes/s of a read-only pass over 4 GB, FLOP/s of a bf16 product)."""
-    block = torch.empty(1 << 30, dtype=torch.float32, device=DEVICE).normal_()
-    x, w = torch.randn(4096, 5120, device=DEVICE).bfloat16(), torch.randn(34_816, 5120, device=DEVICE).bfloat16()
-    product = seconds(lambda: torch.nn.functional.linear(x, w))
-    return block.nbytes / seconds(block.sum), 2 * 4096 * 5120 * 34_816 / product
+    return median_seconds(captured(all_of_them), repeats)[0] / len(runs)
 
 
 def layout(lengths: tuple[int, ...], context: int, pages: int) -> Ragged:
@@ -99,7 +73,7 @@ def time_attention(codec: str, lengths: tuple[int, ...], context: int, read: flo
     caches = [random_pages(codec, len(lengths) * per_row + 1) for _ in range(copies)]
     q = heads(where.tokens, HEADS)
     runs = [lambda c=c: attention.attend(q, c, where, scale=HEAD_DIM**-0.5) for c in caches]
-    taken = seconds(captured(runs), 9 if lengths[0] <= 16 else 3) / copies
+    taken = seconds_each(runs, 9 if lengths[0] <= 16 else 3)
     work = 4 * HEADS * HEAD_DIM * sum(lengths) * (context + lengths[0] / 2)
     memory, compute = moved / taken, work / taken
     share = f"{memory / 1e9:5.0f} GB/s ({memory / read:4.0%})"
@@ -114,7 +88,7 @@ def time_append(codec: str) -> list[dict[str, object]]:
     for tokens in (1, 8, 2048):
         where = layout((tokens,), 0, -(-tokens // 64))
         cache, k, v = random_pages(codec, 64), heads(tokens, KV_HEADS), heads(tokens, KV_HEADS)
-        taken = seconds(captured([lambda: kv_codec.append(cache, k, v, where)] * 20)) / 20
+        taken = seconds_each([lambda: kv_codec.append(cache, k, v, where)] * 20)
         results.append(dict(op="append", codec=codec, tokens=tokens, seconds=taken))
     print(f"{codec:9s} append 1, 8, 2048: " + ", ".join(f"{float(r['seconds']) * 1e6:.1f} us" for r in results))
     return results
