@@ -18,7 +18,8 @@ from longlane.text.frontend import Frontend
 from support.http_server import Served, serving
 
 PLAIN = EngineConfig(model="tiny", device="cpu", dtype="float64", max_context=320, threads=1)
-DRAFTED = dataclasses.replace(PLAIN, spec="mtp+lookup")
+# A fixed depth: what `auto` chooses depends on measured times.
+DRAFTED = dataclasses.replace(PLAIN, spec="mtp+lookup", draft_tokens=3)
 ENOUGH = 40
 
 
