@@ -63,7 +63,7 @@ def test_rows_of_the_head_beyond_the_tokenizer_are_never_drawn(tmp_path):
 
 def test_drafting_changes_no_token(loaded):
     wanted = Request(id="a", token_ids=[5, 6, 7, 8] * 30, max_tokens=40, sampling=GREEDY)
-    plain, drafting = loaded[0], load(replace(CONFIG, spec="mtp+lookup"))[0]
+    plain, drafting = loaded[0], load(replace(CONFIG, spec="mtp+lookup", draft_tokens=3))[0]
     plain.submit(wanted)
     drafting.submit(wanted)
     answer = run(drafting)
