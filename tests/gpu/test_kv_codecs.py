@@ -13,13 +13,6 @@ from support import route_checks
 
 BF16 = torch.bfloat16
 CODED = sorted(CODE_BITS)
-ROWS = {
-    "first": ((1,), (0,)),
-    "decode": ((1, 1, 1), (0, 63, 400)),
-    "verify": ((4, 4), (62, 381)),
-    "prefill": ((63, 65), (0, 64)),
-    "mixed": ((200, 3, 1, 17), (64, 0, 63, 129)),
-}
 
 
 def route(op: str) -> ModuleType:
@@ -33,12 +26,12 @@ def test_append(codec: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [(24, 4, 256), (8, 1, 64), (5, 5, 128)], ids=str)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", route_checks.ROWS)
 @pytest.mark.parametrize("codec", CODED)
 def test_attention(codec: str, rows: str, heads: tuple[int, int, int]) -> None:
     for first_slot in (0, 1):
         route_checks.attention(
-            route("attention"), *ROWS[rows], *heads, "cuda", BF16, first_slot=first_slot, codec=codec
+            route("attention"), *route_checks.ROWS[rows], *heads, "cuda", BF16, first_slot=first_slot, codec=codec
         )
 
 

@@ -35,23 +35,16 @@ def test_rotation(tokens: int, size: int, half: int, normed: bool, dtype: torch.
     route_checks.rotation(route("norm_rope"), tokens, size, half, "cuda", dtype, normed=normed)
 
 
-ROWS = {
-    "first": ((1,), (0,)),
-    "decode": ((1, 1, 1), (0, 63, 400)),
-    "verify": ((4, 4), (62, 381)),
-    "prefill": ((63, 65), (0, 64)),
-    "mixed": ((200, 3, 1, 17), (64, 0, 63, 129)),
-}
-
-
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("heads", [(24, 4, 256), (6, 2, 32), (9, 3, 64)], ids=str)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", route_checks.ROWS)
 def test_attention(rows: str, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     if dtype == F32 and heads[2] == 256:
         pytest.skip("float32 pages of 256 do not fit a tile; they are for tests at small heads")
     for first_slot in (0, 1):
-        route_checks.attention(route("attention"), *ROWS[rows], *heads, "cuda", dtype, first_slot=first_slot)
+        route_checks.attention(
+            route("attention"), *route_checks.ROWS[rows], *heads, "cuda", dtype, first_slot=first_slot
+        )
 
 
 def test_attention_columns_are_independent() -> None:
@@ -76,16 +69,16 @@ def test_attention_far_into_a_long_row() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("geometry", [TINY, MIDDLE, FULL], ids=["tiny", "middle", "27b"])
-@pytest.mark.parametrize("rows", [*ROWS, "verify-kept"])
+@pytest.mark.parametrize("rows", [*route_checks.ROWS, "verify-kept"])
 def test_gdn(rows: str, geometry: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    lengths, context = ROWS[rows.removesuffix("-kept")]
+    lengths, context = route_checks.ROWS[rows.removesuffix("-kept")]
     advance = not rows.endswith("-kept")
     route_checks.gdn(route("gdn"), lengths, context, geometry, "cuda", dtype, advance=advance)
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", route_checks.ROWS)
 def test_gdn_over_states_in_bf16(rows: str) -> None:
-    lengths, context = ROWS[rows]
+    lengths, context = route_checks.ROWS[rows]
     route_checks.gdn(route("gdn"), lengths, context, FULL, "cuda", BF16, advance=True, state=BF16)
 
 

@@ -24,6 +24,15 @@ ROUNDED_OTHERWISE = 1e-3
 RAW = {torch.float32: "float32", torch.bfloat16: "bf16"}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
+# Lengths and contexts of the rows of a step.
+ROWS = {
+    "first": ((1,), (0,)),
+    "decode": ((1, 1, 1), (0, 63, 400)),
+    "verify": ((4, 4), (62, 381)),
+    "prefill": ((63, 65), (0, 64)),
+    "mixed": ((200, 3, 1, 17), (64, 0, 63, 129)),
+}
+
 
 def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, slack: float = 1.0) -> None:
     """Relative error of the whole, and no element further off than the dtype's rounding of the largest."""

@@ -102,6 +102,7 @@ def test_requests_alone_finish_in_every_way(alone):
     ],
 )
 def test_how_requests_meet_changes_no_token(model, alone, lanes, chunk, pages, spec):
-    if "mtp" in spec and model.mtp is None:
-        pytest.skip("this family has no MTP head")
+    if model.mtp is None and "mtp" in spec:
+        # Without a head of its own a model drafts by lookup.
+        spec = "lookup"
     assert answers(engine(model, lanes=lanes, chunk=chunk, pages=pages, spec=spec)) == alone

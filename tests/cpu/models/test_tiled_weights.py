@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longlane.artifact.formats import decode, encode
-from longlane.artifact.inventory import inventory
+from longlane.artifact.formats import decode
 from longlane.kernels import linear as products
 from longlane.kernels.linear import prepare
 from longlane.kernels.linear.tiles import Tiles
@@ -15,14 +14,11 @@ from longlane.layers.parameters import HandedOver
 from longlane.models.qwen3_5.mtp import previous_hidden
 from longlane.models.registry import build
 from support import tiled
-from support.checkpoints import EXPERTS, SIZES
 from support.lanes import Lanes
 from support.packed import random_weight
+from support.stored_model import DENSE, MOE, TOKENS, run, stored
 
-DENSE = {"architectures": ["Qwen3_5ForCausalLM"], "rms_norm_eps": 1e-6, "tie_word_embeddings": False, **SIZES}
 TIED = {**DENSE, "tie_word_embeddings": True}
-MOE = {**DENSE, "architectures": ["Qwen3_5MoeForCausalLM"], **EXPERTS}
-TOKENS = torch.randint(0, 320, (70,), generator=torch.Generator().manual_seed(6)).tolist()
 BF16 = torch.bfloat16
 
 
@@ -31,27 +27,6 @@ def card(monkeypatch):
     """Take the CPU for a card."""
     monkeypatch.setattr(products, "on_tiles", lambda device, dtype: dtype == BF16)
     monkeypatch.setattr(products, "_gpu", lambda: tiled.KERNELS)
-
-
-def stored(config):
-    generator, weights = torch.Generator().manual_seed(7), {}
-    for item in inventory(config, ["text", "draft_head", "mtp"]):
-        if item.name == "text/draft_head_token_ids":
-            weights[item.name] = torch.randperm(item.shape[0], generator=generator).int()
-            continue
-        noise = torch.randn(item.shape, generator=generator)
-        weights[item.name] = encode(noise * (0.3 if len(item.shape) == 1 else item.shape[-1] ** -0.5), item.format)
-    return weights
-
-
-def run(model, dtype):
-    """Logits of prefill and decode, and of both draft heads."""
-    lanes = Lanes(model, dtype)
-    batch = lanes.batch("prefill", [TOKENS[:65]])
-    hidden = lanes.run("prefill", [TOKENS[:65]]).hidden
-    drafts = model.mtp.forward(batch, previous_hidden(batch, hidden, lanes.caches), lanes.caches)
-    logits = torch.cat((model.logits(hidden), lanes.logits(TOKENS[65:], chunk=1)))
-    return logits, model.mtp.logits(drafts), model.mtp.logits(drafts, reduced=True)
 
 
 @pytest.mark.parametrize("config", [DENSE, TIED, MOE], ids=["dense", "tied", "moe"])
