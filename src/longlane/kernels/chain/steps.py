@@ -1,0 +1,42 @@
+"""A chain one operation after the other: the route of every device, dtype and number of columns."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from longlane.kernels import norm_rope
+from longlane.kernels.chain.products import Gated, Norm, Product
+from longlane.kernels.linear import Prepared, linear, linear_side_by_side
+
+
+def run(
+    stream: Tensor, products: Sequence[Product], first: Gated | Tensor | None, *, independent: bool
+) -> tuple[Tensor, Tensor]:
+    value = _gate(first) if isinstance(first, Gated) else first
+    for product in products:
+        if product.norm is not None:
+            stream, value = _add_norm(stream, value, product.norm)
+        assert value is not None, "a chain begins with a norm, or with what its first product reads"
+        value = multiply(value, product.weights, independent=independent)
+    assert value is not None, "a chain without products"
+    return stream, value
+
+
+def multiply(x: Tensor, weights: Sequence[Prepared], *, independent: bool) -> Tensor:
+    """x [N, K] -> [N, sum of widths]; x itself without weights."""
+    if len(weights) <= 1:
+        return linear(x, weights[0], independent=independent) if weights else x
+    out = x.new_empty(x.shape[0], sum(weight.width for weight in weights))
+    return linear_side_by_side(x, weights, out, independent=independent)
+
+
+def _gate(first: Gated) -> Tensor:
+    if first.weight is None:
+        return norm_rope.sigmoid_gate(first.x.flatten(1), first.gate.flatten(1))
+    return norm_rope.gated_rms_norm(first.x, first.gate, first.weight, first.eps).flatten(1)
+
+
+def _add_norm(stream: Tensor, delta: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+    if delta is None:
+        return stream, norm_rope.rms_norm(stream, norm.weight, norm.eps)
+    return norm_rope.add_rms_norm(stream, delta, norm.weight, norm.eps)
