@@ -49,7 +49,7 @@ def _rank(x, token):
     return (ordered << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def _heights(logits, parameters, heights, stride, V, columns, BLOCK: tl.constexpr):
     """heights [columns, blocks]: the largest logit of each block."""
     column = tl.program_id(1).to(tl.int64)
@@ -59,7 +59,7 @@ def _heights(logits, parameters, heights, stride, V, columns, BLOCK: tl.constexp
         tl.store(heights + column * tl.num_programs(0) + tl.program_id(0), tl.max(x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def _floor(parameters, heights, floors, V, columns, blocks, BLOCKS: tl.constexpr):
     """floors [columns]: a logit that the `top_k` best tokens reach, minus infinity where there is no `top_k`."""
     column = tl.program_id(0).to(tl.int64)
@@ -81,6 +81,19 @@ def _filters(parameters, column, V, columns):
 
 
 @triton.jit
+def _tokens(
+    logits, peaks, floors, column, temperature, top_k, min_p, stride, V,
+    SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(ids, bins, masses, whether they can be drawn) of a program's tokens."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + column * stride + i, mask=i < V, other=-float("inf"))
+    peak = tl.load(peaks + column)
+    mass = _mass(x, peak, temperature, min_p, SHIFT)
+    return i, _bin(x, peak, BINS), mass, (i < V) & (x >= tl.load(floors + column)) & ((mass > 0) | (top_k > 0))
+
+
+@triton.jit(do_not_specialize=["columns"])
 def _count(
     logits, peaks, floors, parameters, counts, masses, stride, V, columns,
     SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
@@ -89,17 +102,15 @@ def _count(
     column = tl.program_id(1).to(tl.int64)
     temperature, top_k, min_p = _filters(parameters, column, V, columns)
     if temperature > 0:
-        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + column * stride + i, mask=i < V, other=-float("inf"))
-        peak = tl.load(peaks + column)
-        mass = _mass(x, peak, temperature, min_p, SHIFT)
-        wanted = (i < V) & (x >= tl.load(floors + column)) & ((mass > 0) | (top_k > 0))
-        place = column * BINS + _bin(x, peak, BINS)
+        _, bin, mass, wanted = _tokens(
+            logits, peaks, floors, column, temperature, top_k, min_p, stride, V, SHIFT, BINS, BLOCK
+        )
+        place = column * BINS + bin
         tl.atomic_add(counts + place, 1, mask=wanted)
         tl.atomic_add(masses + place, mass, mask=wanted & (mass > 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def _gather(
     logits, peaks, floors, parameters, free, order, stride, V, columns,
     SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
@@ -108,12 +119,10 @@ def _gather(
     column = tl.program_id(1).to(tl.int64)
     temperature, top_k, min_p = _filters(parameters, column, V, columns)
     if temperature > 0:
-        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + column * stride + i, mask=i < V, other=-float("inf"))
-        peak = tl.load(peaks + column)
-        has_mass = _mass(x, peak, temperature, min_p, SHIFT) > 0
-        wanted = (i < V) & (x >= tl.load(floors + column)) & (has_mass | (top_k > 0))
-        place = tl.atomic_add(free + column * BINS + _bin(x, peak, BINS), 1, mask=wanted)
+        i, bin, _, wanted = _tokens(
+            logits, peaks, floors, column, temperature, top_k, min_p, stride, V, SHIFT, BINS, BLOCK
+        )
+        place = tl.atomic_add(free + column * BINS + bin, 1, mask=wanted)
         tl.store(order + column * V + place, i, mask=wanted)
 
 
@@ -165,7 +174,7 @@ def _end(
     return low, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def _select(
     logits, peaks, parameters, order, counts, masses, out, stride, V, columns,
     SHIFT: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
