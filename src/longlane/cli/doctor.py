@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longlane.cli.machine import ceilings, describe, hazards
+from longlane.cli.machine import ceilings, check_room, describe, hazards
 from longlane.cli.plan import model_config, weight_bytes
 from longlane.cli.tables import human_bytes, print_plan
 from longlane.engine.startup import choose_device, device_bytes
@@ -30,6 +30,7 @@ def doctor(
     """Look at the machine, measure its two ceilings, and run every kernel against its oracle. Exit status 1 if one of
     them is wrong."""
     where = choose_device(device)
+    check_room(where)
     plan = _plan(model, where) if model else None
     machine, limits = describe(), ceilings(where)
     results = list(checks(where, torch.bfloat16 if where.type == "cuda" else torch.float32))

@@ -12,8 +12,12 @@ from typing import Any
 import psutil
 import torch
 
+from longlane.cli.tables import human_bytes
 from longlane.engine.faults import environment
+from longlane.errors import ConfigError
 
+# What measuring a card and testing its kernels takes of its memory.
+NEEDED_BYTES = 1 << 30
 # Long enough that the clocks have risen, short enough for a person who waits.
 MEASURED_S = 2.0
 
@@ -106,6 +110,22 @@ def _throttle(nvml: ModuleType, reasons: int | None) -> list[str] | None:
     return [name for name in names if reasons & getattr(nvml, f"nvmlClocksThrottleReason{name}", 0)]
 
 
+def check_room(device: torch.device) -> None:
+    """Raises `ConfigError` for a card whose free memory is too little to measure it and to run its kernels."""
+    if device.type != "cuda":
+        return
+    cure = "stop what else runs on it (nvidia-smi names it), or use --device cpu"
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {device} cannot be opened ({str(error).splitlines()[0]}); {cure}") from None
+    if free < NEEDED_BYTES:
+        raise ConfigError(
+            f"--device {device} has {human_bytes(free)} of {human_bytes(total)} free, and doctor needs "
+            f"{human_bytes(NEEDED_BYTES)}; {cure}"
+        )
+
+
 def ceilings(device: torch.device) -> dict[str, float]:
     """Bytes/s of a read-only pass over memory, and FLOP/s of a matrix product in the dtype of the fast route."""
     on_card = device.type == "cuda"
@@ -113,7 +133,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
     size_bytes = min(1 << 32, torch.cuda.mem_get_info(device)[0] // 4) if on_card else 1 << 28
     block = torch.ones(size_bytes // 4, dtype=torch.float32, device=device)
     size, dtype = (8192, torch.bfloat16) if on_card else (1024, torch.float32)
-    x, w = torch.randn(2, size, size, device=device).to(dtype)
+    x, w = torch.randn(2, size, size, device=device, dtype=dtype)
     return {
         "read_bytes_per_s": block.nbytes / seconds(block.sum, device),
         "product_flops": 2 * size**3 / seconds(lambda: x @ w, device),

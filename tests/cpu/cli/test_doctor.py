@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from longlane.cli import app, machine
-from longlane.errors import LonglaneError
+from longlane.errors import ConfigError, LonglaneError
 from longlane.kernels import norm_rope, selftest
 
 HEALTHY = {"driver": "NVRM version: 595.91.07", "cuda_works": True, "cards": []}
@@ -59,6 +59,27 @@ def test_a_wrong_model_is_named_before_anything_is_measured(monkeypatch: pytest.
     result = CliRunner().invoke(app, ["doctor", "nosuch", "--device", "cpu"])
     assert isinstance(result.exception, LonglaneError)
     assert "nosuch" in result.exception.message
+
+
+@pytest.mark.parametrize(
+    ("free", "error"), [(2 << 30, None), (400 << 20, "400.0 MiB of 80.00 GiB"), (None, "no context")]
+)
+def test_a_card_without_room_is_said_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, error: str | None
+) -> None:
+    def memory(_: torch.device) -> tuple[int, int]:
+        if free is None:
+            raise RuntimeError("CUDA error: out of memory, no context\nCompile with TORCH_USE_CUDA_DSA")
+        return free, 80 << 30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    if error is None:
+        machine.check_room(torch.device("cuda"))
+        return
+    with pytest.raises(ConfigError, match=error) as raised:
+        machine.check_room(torch.device("cuda"))
+    assert "--device cpu" in raised.value.message
+    assert "\n" not in raised.value.message
 
 
 def test_every_kernel_in_bfloat16() -> None:
