@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from longlane.kernels.gdn import naive as naive_gdn
 from longlane.kernels.linear import naive as naive_linear
 from longlane.kernels.norm_rope import naive as naive_norm
 from longlane.kernels.ragged import Ragged, ragged
+from longlane.kernels.sampling import naive as naive_sampling
 
 # Relative error of the whole output that rounding explains: of float32, of bfloat16, and of activations in int8.
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -63,9 +65,14 @@ def _limit(name: str, device: torch.device, dtype: torch.dtype) -> float:
 def _cases(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Pair]]:
     cases: dict[str, Callable[[], Pair]] = {
         "rms_norm": partial(_rms_norm, device, dtype),
+        "add_rms_norm": partial(_add_rms_norm, device, dtype),
+        "gated_rms_norm": partial(_gated_rms_norm, device, dtype),
         "swiglu": partial(_swiglu, device, dtype),
+        "sigmoid_gate": partial(_sigmoid_gate, device, dtype),
         "qk_norm_rope": partial(_rotation, device, dtype),
         "greedy": partial(_greedy, device),
+        "draw_rows": partial(_draw_rows, device),
+        "delta_rule, verify and fold": partial(_fold, device, dtype),
     }
     for format in PLANES:
         for tokens in (1, 3, 300):
@@ -84,9 +91,25 @@ def _rms_norm(device: torch.device, dtype: torch.dtype) -> Pair:
     return norm_rope.rms_norm(x, weight, EPS), naive_norm.rms_norm(x, weight, EPS)
 
 
+def _add_rms_norm(device: torch.device, dtype: torch.dtype) -> Pair:
+    (x, delta), weight = torch.randn(2, 5, 1000, device=device).to(dtype), torch.randn(1000, device=device)
+    got, want = norm_rope.add_rms_norm(x, delta, weight, EPS), naive_norm.add_rms_norm(x, delta, weight, EPS)
+    return torch.cat(got), torch.cat(want)
+
+
+def _gated_rms_norm(device: torch.device, dtype: torch.dtype) -> Pair:
+    (x, gate), weight = torch.randn(2, 5, 3, 128, device=device).to(dtype), torch.randn(128, device=device)
+    return norm_rope.gated_rms_norm(x, gate, weight, EPS), naive_norm.gated_rms_norm(x, gate, weight, EPS)
+
+
 def _swiglu(device: torch.device, dtype: torch.dtype) -> Pair:
     x = torch.randn(5, 2000, device=device).to(dtype)
     return norm_rope.swiglu(x), naive_norm.swiglu(x)
+
+
+def _sigmoid_gate(device: torch.device, dtype: torch.dtype) -> Pair:
+    x, gate = torch.randn(2, 5, 1000, device=device).to(dtype)
+    return norm_rope.sigmoid_gate(x, gate), naive_norm.sigmoid_gate(x, gate)
 
 
 def _rotation(device: torch.device, dtype: torch.dtype) -> Pair:
@@ -103,6 +126,17 @@ def _greedy(device: torch.device) -> Pair:
     logits[1, 4000] = logits[1, 17] = 9.0
     lowest = [int((row == row.max()).nonzero()[0]) for row in logits.cpu()]
     return sampling.greedy(logits)[0].cpu(), torch.tensor(lowest)
+
+
+def _draw_rows(device: torch.device) -> Pair:
+    """The first column greedy, each of the others with a filter of its own."""
+    logits, u = 3 * torch.randn(4, 5000), 0.4
+    filters = [(0.0, 0, 1.0, 0.0), (1.0, 20, 0.9, 0.0), (0.7, 0, 0.95, 0.0), (1.0, 0, 1.0, 0.1)]
+    want = [int(logits[0].argmax())]
+    for row, (temperature, top_k, top_p, min_p) in zip(logits[1:], filters[1:], strict=True):
+        want.append(naive_sampling.draw(row, u, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
+    parameters = torch.tensor([(u, *filter) for filter in filters], dtype=torch.float64).T.contiguous()
+    return sampling.draw_rows(logits.to(device), parameters.to(device))[0].cpu(), torch.tensor(want)
 
 
 def _linear(format: str, tokens: int, device: torch.device, dtype: torch.dtype) -> Pair:
@@ -123,22 +157,41 @@ def _linear(format: str, tokens: int, device: torch.device, dtype: torch.dtype) 
 
 
 def _delta_rule(lengths: tuple[int, ...], contexts: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Pair:
-    value_heads, key_heads, size = 4, 2, 128
-    rows = _rows(lengths, contexts, device)
-    channels = 2 * key_heads * size + value_heads * size
-    x = torch.randn(rows.tokens, channels, device=device).to(dtype)
-    a, b = torch.randn(2, rows.tokens, value_heads, device=device).to(dtype)
-    taps, (a_log, dt_bias) = torch.randn(4, channels, device=device), torch.randn(2, value_heads, device=device)
-    state = torch.randn(len(lengths) + 1, value_heads, size, size, device=device)
-    history = torch.randn(len(lengths) + 1, channels, 3, device=device).to(dtype)
-    out = []
-    convolved = naive_gdn.causal_conv(x, taps, history.clone(), rows, advance=True)
-    for ops in (gdn, naive_gdn):
-        own, past = state.clone(), history.clone()
-        mixed = ops.causal_conv(x, taps, past, rows, advance=True)
-        o = ops.delta_rule(convolved, a, b, a_log, dt_bias, own, rows, advance=True)
-        out.append(torch.cat([part.float().flatten() for part in (mixed, o, own[1:], past[1:])]))
-    return out[0], out[1]
+    mixer = _Mixer(_rows(lengths, contexts, device), dtype)
+    return mixer.run(gdn, advance=True), mixer.run(naive_gdn, advance=True)
+
+
+def _fold(device: torch.device, dtype: torch.dtype) -> Pair:
+    """Three columns of each row, of which 2, none and all stand."""
+    mixer = _Mixer(_rows((3, 3, 3), (0, 65, 9), device), dtype)
+    accepted = torch.tensor([2, 0, 3], device=device)
+    return mixer.run(gdn, advance=False, accepted=accepted), mixer.run(naive_gdn, advance=False, accepted=accepted)
+
+
+class _Mixer:
+    """Inputs of a Gated DeltaNet step, and what routes make of them."""
+
+    def __init__(self, rows: Ragged, dtype: torch.dtype) -> None:
+        value_heads, key_heads, size = 4, 2, 128
+        device, channels = rows.slots.device, 2 * key_heads * size + value_heads * size
+        self.rows = rows
+        self.x = torch.randn(rows.tokens, channels, device=device).to(dtype)
+        self.a, self.b = torch.randn(2, rows.tokens, value_heads, device=device).to(dtype)
+        self.taps, self.gates = torch.randn(4, channels, device=device), torch.randn(2, value_heads, device=device)
+        self.state = torch.randn(rows.rows + 1, value_heads, size, size, device=device)
+        self.history = torch.randn(rows.rows + 1, channels, 3, device=device).to(dtype)
+        self.convolved = naive_gdn.causal_conv(self.x, self.taps, self.history.clone(), rows, advance=False)
+
+    def run(self, ops: ModuleType, *, advance: bool, accepted: Tensor | None = None) -> Tensor:
+        """Everything that a step, and the fold of its `accepted` columns, computes. The delta rule starts from the
+        oracle's convolution, so that a rounding of that is not counted twice."""
+        state, history = self.state.clone(), self.history.clone()
+        mixed = ops.causal_conv(self.x, self.taps, history, self.rows, advance=advance)
+        o = ops.delta_rule(self.convolved, self.a, self.b, *self.gates, state, self.rows, advance=advance)
+        if accepted is not None:
+            record = gdn.Record(self.x, self.convolved, self.a, self.b)
+            ops.fold(record, accepted, *self.gates, state, history, self.rows)
+        return torch.cat([part.float().flatten() for part in (mixed, o, state[1:], history[1:])])
 
 
 def _append(codec: str, device: torch.device, dtype: torch.dtype) -> Pair:
