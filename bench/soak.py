@@ -1,18 +1,21 @@
-"""Minutes of mixed load on graphs, drafts and several lanes, then some of its requests again, eagerly: no fault, no
+"""Minutes of mixed load on graphs, drafts and several lanes, beside some of the same requests eagerly: no fault, no
 other token, memory flat.
 
     PYTHONPATH=src:. python bench/soak.py [--geometry qwen3.8-27b] [--seconds 540] [--lanes 4] [--out soak.json]
 
 Without a geometry it is the tiny hybrid over real text, whose drafts are accepted; with one, random weights and ids.
 Four in five prompts are short, the rest long; half of the requests are greedy, half are drawn with a seed of their own;
-one in ten is cancelled on its way. Chunks are short enough that their ends never depend on measured times, without
-which a prompt would be rounded otherwise each time; prefixes are not shared for the same reason.
+one in ten is cancelled on its way, and so is what is open at the end. A second process runs every `--eager-every`-th
+request meanwhile, without graphs, which is several times slower; what both ended is compared. Chunks are short enough
+that their ends never depend on measured times, without which a prompt would be rounded otherwise each time; prefixes
+are not shared for the same reason.
 """
 
 import argparse
-import gc
 import json
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,17 +47,23 @@ class Case:
     cancel_after: int | None
     tokens: list[int] = field(default_factory=list)
     timings: Timings | None = None
+    cancelled: bool = False
 
 
 class Source:
-    """Requests without end, the same for the same seed."""
+    """Requests without end, the same for the same seed; of them every `every`-th."""
 
-    def __init__(self, text: Sequence[int], longest: int, most_tokens: int) -> None:
-        self._text, self._longest, self._most_tokens = text, longest, most_tokens
+    def __init__(self, text: Sequence[int], longest: int, most_tokens: int, every: int = 1) -> None:
+        self._text, self._longest, self._most_tokens, self._every = text, longest, most_tokens, every
         self._random = random.Random(0)
         self._count = 0
 
     def next(self) -> Case:
+        for _ in range(self._every - 1):
+            self._draw()
+        return self._draw()
+
+    def _draw(self) -> Case:
         draw = self._random
         self._count += 1
         long = draw.random() < 0.2
@@ -68,70 +77,81 @@ class Source:
         return Case(request, draw.randrange(1, most) if draw.random() < 0.1 else None)
 
 
-def run(engine: Engine, source: Source, lanes: int, seconds: float) -> tuple[list[Case], list[dict[str, Any]]]:
-    """Keep the lanes full for so long. Returns the cases that ended and samples of what is held."""
-    ended: list[Case] = []
-    open_cases: dict[str, Case] = {}
-    samples: list[dict[str, Any]] = []
-    began = time.perf_counter()
-    while open_cases or time.perf_counter() - began < seconds:
-        while len(open_cases) < lanes + 2 and time.perf_counter() - began < seconds:
-            case = source.next()
-            open_cases[case.request.id] = case
-            engine.submit(case.request)
-        for message in engine.step():
-            take(engine, message, open_cases, ended)
-        if time.perf_counter() - began >= len(samples) * SAMPLE_S:
-            samples.append(sample(engine, time.perf_counter() - began, len(ended)))
-    samples.append(sample(engine, time.perf_counter() - began, len(ended)))
-    return ended, samples
+class Soak:
+    """Keeps an engine's lanes full, and writes down what came of each request as soon as it ended."""
+
+    def __init__(self, engine: Engine, source: Source, lanes: int, out: Path | None) -> None:
+        self._engine, self._source, self._lanes = engine, source, lanes
+        self._ledger = (out.with_suffix(".jsonl") if out else Path("/dev/null")).open("w")
+        self._open: dict[str, Case] = {}
+        self.ended: list[Case] = []
+        self.samples: list[dict[str, Any]] = []
+
+    def run(self, seconds: float) -> None:
+        began = time.perf_counter()
+        while (now := time.perf_counter() - began) < seconds:
+            if now >= len(self.samples) * SAMPLE_S:
+                self._sample(now)
+            while len(self._open) < self._lanes + 2:
+                case = self._source.next()
+                self._open[case.request.id] = case
+                self._engine.submit(case.request)
+            self._step()
+        for case in self._open.values():
+            self._cancel(case)
+        while self._open:
+            self._step()
+        self._sample(time.perf_counter() - began)
+
+    def _step(self) -> None:
+        for message in self._engine.step():
+            match message:
+                case Tokens(id=id):
+                    case = self._open[id]
+                    case.tokens += message.token_ids
+                    if case.cancel_after is not None and len(case.tokens) >= case.cancel_after:
+                        self._cancel(case)
+                case Finished():
+                    self._end(self._open.pop(message.id), message.timings)
+                case Failed():
+                    raise RuntimeError(f"request {message.id}: {message.message}")
+
+    def _cancel(self, case: Case) -> None:
+        case.cancelled = True
+        self._engine.cancel(case.request.id)
+
+    def _end(self, case: Case, timings: Timings) -> None:
+        case.timings = timings
+        self.ended.append(case)
+        print(json.dumps([case.request.id, case.cancelled, case.tokens]), file=self._ledger, flush=True)
+
+    def _sample(self, at_s: float) -> None:
+        stats = self._engine.stats(check=True)
+        if stats.integrity:
+            raise RuntimeError("; ".join(stats.integrity))
+        on_card = torch.cuda.is_available()
+        row = {
+            "s": round(at_s, 1), "ended": len(self.ended), "steps": stats.steps, "rss": stats.rss_bytes,
+            "reserved": torch.cuda.memory_reserved() if on_card else 0,
+            "allocated": torch.cuda.memory_allocated() if on_card else 0,
+            "prefill_tokens": stats.computed_prefill_tokens, "decode_tokens": stats.decode_tokens,
+        }  # fmt: skip
+        print(json.dumps(row), flush=True)
+        self.samples.append(row)
 
 
-def take(engine: Engine, message: object, open_cases: dict[str, Case], ended: list[Case]) -> None:
-    match message:
-        case Tokens(id=id) if id in open_cases:
-            case = open_cases[id]
-            case.tokens += message.token_ids
-            if case.cancel_after is not None and len(case.tokens) >= case.cancel_after:
-                engine.cancel(id)
-        case Finished():
-            case = open_cases.pop(message.id)
-            case.timings = message.timings
-            ended.append(case)
-        case Failed():
-            raise RuntimeError(f"request {message.id}: {message.message}")
-
-
-def sample(engine: Engine, at_s: float, ended: int) -> dict[str, Any]:
-    stats = engine.stats(check=True)
-    if stats.integrity:
-        raise RuntimeError("; ".join(stats.integrity))
-    reserved = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
-    row = {"s": round(at_s, 1), "ended": ended, "steps": stats.steps, "rss": stats.rss_bytes, "reserved": reserved,
-           "prefill_tokens": stats.computed_prefill_tokens, "decode_tokens": stats.decode_tokens}  # fmt: skip
-    print(json.dumps(row), flush=True)
-    return row
-
-
-def differences(engine: Engine, cases: Sequence[Case], seconds: float) -> tuple[int, list[str]]:
-    """How many of the cases were run again on `engine` within so long, and the ids of those that came out otherwise."""
-    compared, different = 0, []
-    began = time.perf_counter()
-    for case in cases:
-        if time.perf_counter() - began > seconds:
-            break
-        again = {case.request.id: Case(case.request, case.cancel_after)}
-        ended: list[Case] = []
-        engine.submit(case.request)
-        while not ended:
-            for message in engine.step():
-                take(engine, message, again, ended)
-        compared += 1
-        # Of a cancelled request, more or less may have been under way.
-        length = min(len(case.tokens), len(ended[0].tokens))
-        if case.tokens[:length] != ended[0].tokens[:length]:
-            different.append(case.request.id)
-    return compared, different
+def compare(one: Path, other: Path) -> dict[str, Any]:
+    """What two ledgers say of the requests that both have. Of a cancelled one, more or less was under way."""
+    first, second = ({row[0]: row[1:] for row in map(json.loads, path.open())} for path in (one, other))
+    both = sorted(first.keys() & second.keys(), key=int)
+    tokens, different = 0, []
+    for id in both:
+        (left, a), (right, b) = first[id], second[id]
+        length = min(len(a), len(b))
+        tokens += length
+        if a[:length] != b[:length] or not (left or right or len(a) == len(b)):
+            different.append(id)
+    return {"compared": len(both), "compared_tokens": tokens, "different": different}
 
 
 def engine_of(loaded: LoadedModel, lanes: int, context: int, *, graphs: bool, **options: Any) -> Engine:
@@ -157,17 +177,33 @@ def quiet(loading: Loading) -> None:
     """Nobody watches the start."""
 
 
+def summary(soak: Soak) -> dict[str, Any]:
+    timings = [case.timings for case in soak.ended if case.timings]
+    return {
+        "samples": soak.samples, "requests": len(soak.ended), "cancelled": sum(case.cancelled for case in soak.ended),
+        "tokens": sum(len(case.tokens) for case in soak.ended), "rounds": sum(t.rounds for t in timings),
+        "drafted": sum(t.drafted_tokens for t in timings), "accepted": sum(t.accepted_tokens for t in timings),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", default=None)
     parser.add_argument("--seconds", type=float, default=540)
-    parser.add_argument("--compare-seconds", type=float, default=60)
     parser.add_argument("--lanes", type=int, default=4)
     parser.add_argument("--longest", type=int, default=32_768, help="prompt tokens")
     parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--eager-every", type=int, default=8, help="0: no second process")
+    parser.add_argument("--eager", action="store_true", help="be the second process")
+    parser.add_argument("--out", type=Path, default=None, help="samples and sums; tokens lie beside it in .jsonl")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    twin = None
+    if arguments.eager_every and not arguments.eager:
+        assert arguments.out, "--eager-every compares what --out leaves"
+        eagerly = arguments.out.with_suffix(".eager.json")
+        with eagerly.with_suffix(".log").open("w") as log:
+            twin = subprocess.Popen([*sys.orig_argv, "--eager", "--out", str(eagerly)], stdout=log, stderr=log)
     if arguments.geometry:
         loaded = random_model(GEOMETRIES[arguments.geometry], device)
         text = torch.randint(0, 200_000, (1 << 20,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -176,25 +212,23 @@ def main() -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         loaded = load_model(path, device=device, dtype=dtype, packed=True, mtp=True)
         text = Tokenizer((path / "tokenizer.json").read_bytes()).encode_text(english() + source(PYTHON))
-    context = arguments.longest + 1024
-    engine = engine_of(loaded, arguments.lanes, context, graphs=True, kv_dtype=arguments.kv_dtype)
-    cases, samples = run(engine, Source(text, arguments.longest, 512), arguments.lanes, arguments.seconds)
-    graphed = engine._runner.steps.graphed
-    del engine
-    gc.collect()
-    eager = engine_of(loaded, 1, context, graphs=False, kv_dtype=arguments.kv_dtype)
-    compared, different = differences(eager, cases[:: max(1, len(cases) // 200)], arguments.compare_seconds)
-    timings = [case.timings for case in cases if case.timings]
+    lanes, context = arguments.lanes, arguments.longest + 1024
+    engine = engine_of(loaded, lanes, context, graphs=not arguments.eager, kv_dtype=arguments.kv_dtype)
+    every = arguments.eager_every if arguments.eager else 1
+    soak = Soak(engine, Source(text, arguments.longest, 512, every), lanes, arguments.out)
+    soak.run(arguments.seconds)
     result = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__,
-        "model": arguments.geometry or "tiny", "lanes": arguments.lanes, "graphs": graphed, "samples": samples,
-        "requests": len(cases), "cancelled": sum(case.cancel_after is not None for case in cases),
-        "tokens": sum(len(case.tokens) for case in cases), "rounds": sum(t.rounds for t in timings),
-        "accepted": sum(t.accepted_tokens for t in timings), "compared": compared, "different": different,
+        "model": arguments.geometry or "tiny", "lanes": lanes, "graphs": engine._runner.steps.graphed, **summary(soak),
     }  # fmt: skip
-    print(json.dumps({key: value for key, value in result.items() if key != "samples"}))
+    if twin:
+        assert twin.wait() == 0, f"the eager process failed: {eagerly.with_suffix('.log')}"
+        result |= compare(arguments.out.with_suffix(".jsonl"), eagerly.with_suffix(".jsonl"))
+    print(json.dumps({key: value for key, value in result.items() if key != "samples"}), flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1))
+    if result.get("different"):
+        raise SystemExit(f"other tokens without graphs: {result['different']}")
 
 
 if __name__ == "__main__":
