@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longlane.kernels import attention, kv_codec, norm_rope
+from longlane.kernels.chain import Gated
 from longlane.layers.batch import Caches, Step
 from longlane.layers.linear import Linear
 from longlane.layers.parameters import Parameters
@@ -24,18 +25,16 @@ class Attention:
 
     def __init__(self, params: Parameters, heads: Heads, index: int) -> None:
         self.heads, self.index = heads, index
-        self.query_key_value = Linear.of(params, "query_key_value")
+        self.input = Linear.of(params, "query_key_value")
         self.output = Linear.of(params, "output")
 
-    def __call__(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
+    def core(self, projected: Tensor, step: Step, caches: Caches) -> Tensor:
         heads = self.heads
-        qkv = self.query_key_value(x, step.independent).view(x.shape[0], -1, heads.dim)
-        q, k, v = qkv.split_with_sizes([heads.query, heads.kv, heads.kv], dim=1)
+        q, k, v = projected.view(projected.shape[0], -1, heads.dim).split_with_sizes([heads.query, heads.kv, heads.kv], dim=1)
         q, k = norm_rope.qk_norm_rope(q, k, step.cos, step.sin)
         pages = caches.kv[self.index]
         kv_codec.append(pages, k, v, step.rows)
-        y = attention.attend(q, pages, step.rows, scale=heads.dim**-0.5)
-        return self.output(y.flatten(1), step.independent)
+        return attention.attend(q, pages, step.rows, scale=heads.dim**-0.5).flatten(1)
 
 
 class GatedAttention:
@@ -51,17 +50,16 @@ class GatedAttention:
         self.key_norm = params.vector("key_norm") + 1
         self.output = Linear.of(params, "output")
 
-    def __call__(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
-        q, gate = self.append(x, step, caches)
+    def core(self, projected: Tensor, step: Step, caches: Caches) -> Gated:
+        q, gate = self.append(projected, step, caches)
         pages = caches.kv[self.index]
         scale = self.heads.dim**-0.5
-        y = attention.attend(q, pages, step.rows, scale=scale, first_slot=self.first_slot)
-        return self.output(norm_rope.sigmoid_gate(y.flatten(1), gate.flatten(1)), step.independent)
+        return Gated(attention.attend(q, pages, step.rows, scale=scale, first_slot=self.first_slot), gate)
 
-    def append(self, x: Tensor, step: Step, caches: Caches) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of x [N, H]; return query and gate [N, heads, dim]."""
+    def append(self, projected: Tensor, step: Step, caches: Caches) -> tuple[Tensor, Tensor]:
+        """Write the keys and values; return query and gate [N, heads, dim]."""
         heads = self.heads
-        fused = self.input(x, step.independent).view(x.shape[0], -1, heads.dim)
+        fused = projected.view(projected.shape[0], -1, heads.dim)
         q, k, gate, v = fused.split_with_sizes([heads.query, heads.kv, heads.query, heads.kv], dim=1)
         q, k = norm_rope.qk_norm_rope(q, k, step.cos, step.sin, self.query_norm, self.key_norm, self.eps)
         kv_codec.append(caches.kv[self.index], k, v, step.rows)

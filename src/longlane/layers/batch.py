@@ -1,5 +1,6 @@
 """What one forward step reads and writes: packed rows, and the caches they own."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from longlane.config import GdnState
+from longlane.kernels import chain
+from longlane.kernels.chain import Gated, Product
 from longlane.kernels.gdn import Record
 from longlane.kernels.kv_codec import KVPages, allocate
 from longlane.kernels.ragged import Ragged, ragged
@@ -131,6 +134,12 @@ class Step:
     advance: bool = True
     independent: bool = False
     records: list[Record] = field(default_factory=list)
+
+    def chain(
+        self, stream: Tensor, products: Sequence[Product], first: Gated | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`kernels.chain.run` for this step."""
+        return chain.run(stream, products, first, independent=self.independent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from longlane.kernels import gdn, norm_rope
+from longlane.kernels import gdn
+from longlane.kernels.chain import Gated
 from longlane.kernels.gdn import Record
 from longlane.kernels.ragged import Ragged
 from longlane.layers.batch import Caches, Step
@@ -29,15 +30,14 @@ class GatedDeltaNet:
         # [q | k | v] go through the convolution; z, a and b do not.
         self.sizes = [channels, channels - key_channels, heads, heads]
 
-    def __call__(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
-        mixed, z, a, b = self.input(x, step.independent).split_with_sizes(self.sizes, dim=1)
+    def core(self, projected: Tensor, step: Step, caches: Caches) -> Gated:
+        mixed, z, a, b = projected.split_with_sizes(self.sizes, dim=1)
         state, history = caches.state[self.index], caches.conv[self.index]
         qkv = gdn.causal_conv(mixed, self.convolution, history, step.rows, advance=step.advance)
         o = gdn.delta_rule(qkv, a, b, self.a_log, self.dt_bias, state, step.rows, advance=step.advance)
         if not step.advance:
             step.records.append(Record(mixed, qkv, a, b))
-        y = norm_rope.gated_rms_norm(o, z.view(o.shape), self.norm, self.eps)
-        return self.output(y.flatten(1), step.independent)
+        return Gated(o, z.view(o.shape), self.norm, self.eps)
 
     def fold(self, record: Record, accepted: Tensor, rows: Ragged, caches: Caches) -> None:
         """Advance the state by the first `accepted` [R] columns of a verify step."""

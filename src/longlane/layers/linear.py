@@ -1,9 +1,11 @@
 """Matrix products and the token embedding."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from longlane.kernels.linear import Prepared, linear, linear_side_by_side, rows
+from longlane.kernels.linear import Prepared, linear_side_by_side, rows
 from longlane.layers.parameters import Parameters
 
 
@@ -13,8 +15,8 @@ class Linear:
     A paired matrix holds [gate | up] and yields SiLU(gate) * up.
     """
 
-    def __init__(self, parts: list[Prepared]) -> None:
-        self.parts = parts
+    def __init__(self, parts: Sequence[Prepared]) -> None:
+        self.parts = tuple(parts)
         self.width = sum(part.width for part in parts)
 
     @classmethod
@@ -24,9 +26,7 @@ class Linear:
 
     def __call__(self, x: Tensor, independent: bool) -> Tensor:
         """`independent` as in `layers.batch.Step`."""
-        if len(self.parts) == 1:
-            return linear(x, self.parts[0], independent=independent)
-        return linear_side_by_side(x, self.parts, x.new_empty(x.shape[0], self.width), independent=independent)
+        return linear_side_by_side(x, self.parts, independent=independent)
 
     def wide(self, x: Tensor) -> Tensor:
         """Independent products in the dtype of sums: float32, float64 for float64."""

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from longlane.kernels.chain import Norm, Product
 from longlane.layers.batch import Batch, Caches, CacheSpec, Output, Record, Step
 from longlane.layers.block import Block
 from longlane.layers.gated_delta_net import GatedDeltaNet
 from longlane.layers.linear import Embedding, Linear
-from longlane.layers.norm import RMSNorm
 from longlane.layers.rope import Rope
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Decoder:
         spec: CacheSpec,
         embedding: Embedding,
         blocks: Sequence[Block],
-        final_norm: RMSNorm,
+        final_norm: Norm,
         head: Linear,
         rope: Rope,
         mtp: "MTPHead | None" = None,
@@ -36,18 +36,17 @@ class Decoder:
         self.spec, self.embedding, self.blocks = spec, embedding, blocks
         self.final_norm, self.head, self.rope, self.mtp = final_norm, head, rope, mtp
         self.weight_bytes = weight_bytes
+        self._following = [*(block.entry for block in blocks[1:]), Product((), final_norm)]
         self._recurrent = [block.mixer for block in blocks if isinstance(block.mixer, GatedDeltaNet)]
 
     @torch.inference_mode()
     def forward(self, batch: Batch, caches: Caches) -> Output:
         """Run the batch's tokens, writing their keys and values; see `Batch.kind` for what happens to the state."""
         step = self.step(batch)
-        x, delta = self.embedding(batch.token_ids), None
-        for block in self.blocks:
-            x, delta = block(x, delta, step, caches)
-        assert delta is not None
-        _, hidden = self.final_norm.add(x, delta)
-        return Output(hidden, None if step.advance else step.records)
+        stream, value = step.chain(self.embedding(batch.token_ids), (self.blocks[0].entry,))
+        for block, following in zip(self.blocks, self._following, strict=True):
+            stream, value = block(stream, value, following, step, caches)
+        return Output(value, None if step.advance else step.records)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longlane.kernels import norm_rope
 from longlane.kernels.chain.products import Gated, Norm, Product
-from longlane.kernels.linear import Prepared, linear, linear_side_by_side
+from longlane.kernels.linear import linear_side_by_side
 
 
 def run(
@@ -17,17 +17,10 @@ def run(
         if product.norm is not None:
             stream, value = _add_norm(stream, value, product.norm)
         assert value is not None, "a chain begins with a norm, or with what its first product reads"
-        value = multiply(value, product.weights, independent=independent)
+        if product.weights:
+            value = linear_side_by_side(value, product.weights, independent=independent)
     assert value is not None, "a chain without products"
     return stream, value
-
-
-def multiply(x: Tensor, weights: Sequence[Prepared], *, independent: bool) -> Tensor:
-    """x [N, K] -> [N, sum of widths]; x itself without weights."""
-    if len(weights) <= 1:
-        return linear(x, weights[0], independent=independent) if weights else x
-    out = x.new_empty(x.shape[0], sum(weight.width for weight in weights))
-    return linear_side_by_side(x, weights, out, independent=independent)
 
 
 def _gate(first: Gated) -> Tensor:

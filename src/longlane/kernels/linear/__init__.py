@@ -124,8 +124,14 @@ def linear(x: Tensor, prepared: Prepared, out: Tensor | None = None, *, independ
     return y if out is None else out.copy_(y)
 
 
-def linear_side_by_side(x: Tensor, parts: Sequence[Prepared], out: Tensor, *, independent: bool = False) -> Tensor:
+def linear_side_by_side(
+    x: Tensor, parts: Sequence[Prepared], out: Tensor | None = None, *, independent: bool = False
+) -> Tensor:
     """`linear` of several weights that share x [M, K], into neighbouring columns of `out` [M, sum of widths]."""
+    if out is None:
+        if len(parts) == 1:
+            return linear(x, parts[0], independent=independent)
+        out = x.new_empty(x.shape[0], sum(part.width for part in parts))
     ends = list(accumulate(part.width for part in parts))
     outs = [out[:, end - part.width : end] for end, part in zip(ends, parts, strict=True)]
     tiles = [part.tiles for part in parts if part.tiles is not None and not part.paired]

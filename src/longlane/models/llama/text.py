@@ -4,13 +4,14 @@ from collections.abc import Mapping
 
 import torch
 
+from longlane.kernels.chain import Norm
 from longlane.kernels.linear import Weight
 from longlane.layers.attention import Attention, Heads
 from longlane.layers.batch import CacheSpec
 from longlane.layers.block import Block
 from longlane.layers.linear import embedding_and_head
 from longlane.layers.mlp import MLP
-from longlane.layers.norm import RMSNorm
+from longlane.layers.norm import rms_norm
 from longlane.layers.parameters import Parameters
 from longlane.layers.rope import Rope
 from longlane.models.decoder import Decoder
@@ -71,8 +72,8 @@ def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return {"text/token_embedding": (config.vocab_size, hidden), **named, "text/final_norm": (hidden,)}
 
 
-def _norm(config: LlamaConfig, params: Parameters, name: str) -> RMSNorm:
-    return RMSNorm(params, name, config.rms_norm_eps, zero_centred=False)
+def _norm(config: LlamaConfig, params: Parameters, name: str) -> Norm:
+    return rms_norm(params, name, config.rms_norm_eps, zero_centred=False)
 
 
 def _block(config: LlamaConfig, params: Parameters, index: int) -> Block:

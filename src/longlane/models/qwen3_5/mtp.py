@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
+from longlane.kernels import norm_rope
+from longlane.kernels.chain import Product
 from longlane.layers.attention import GatedAttention
 from longlane.layers.batch import Batch, Caches, Step
 from longlane.layers.block import Block
 from longlane.layers.linear import Embedding, Linear
-from longlane.layers.norm import RMSNorm
+from longlane.layers.norm import rms_norm
 from longlane.layers.parameters import Parameters
 from longlane.layers.rope import Rope
 
@@ -25,9 +27,9 @@ class MTPHead:
     ) -> None:
         self.embedding, self.block, self.head, self.rope = embedding, block, head, rope
         self.input_projection = Linear.of(params, "input_projection")
-        self.embedding_norm = RMSNorm(params, "embedding_norm", eps, zero_centred=True)
-        self.hidden_norm = RMSNorm(params, "hidden_norm", eps, zero_centred=True)
-        self.final_norm = RMSNorm(params, "final_norm", eps, zero_centred=True)
+        self.embedding_norm = rms_norm(params, "embedding_norm", eps, zero_centred=True)
+        self.hidden_norm = rms_norm(params, "hidden_norm", eps, zero_centred=True)
+        self._final = Product((), rms_norm(params, "final_norm", eps, zero_centred=True))
         self.draft_head: Linear | None = None
         self.draft_ids: Tensor | None = None
 
@@ -42,17 +44,16 @@ class MTPHead:
         batch: `token_ids` are x_s and `context` the slots before them; its kind does not matter. hidden_prev [N, H]:
         the final hidden of slot s - 1, from the model or, while drafting, from this head.
         """
-        step, u = self._enter(batch, hidden_prev)
-        x, delta = self.block(u, None, step, caches)
-        return self.final_norm.add(x, delta)[1]
+        step, stream, projected = self._enter(batch, hidden_prev)
+        return self.block(stream, projected, self._final, step, caches)[1]
 
     @torch.inference_mode()
     def fill(self, batch: Batch, hidden_prev: Tensor, caches: Caches) -> None:
         """Only write the keys and values of the batch's slots: all that a prefill owes the head."""
-        step, u = self._enter(batch, hidden_prev)
+        step, _, projected = self._enter(batch, hidden_prev)
         mixer = self.block.mixer
         assert isinstance(mixer, GatedAttention)
-        mixer.append(self.block.input_norm(u), step, caches)
+        mixer.append(projected, step, caches)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, *, reduced: bool = False) -> Tensor:
@@ -62,12 +63,14 @@ class MTPHead:
         assert self.draft_head is not None, "the model has no reduced head"
         return self.draft_head.wide(hidden)
 
-    def _enter(self, batch: Batch, hidden_prev: Tensor) -> tuple[Step, Tensor]:
+    def _enter(self, batch: Batch, hidden_prev: Tensor) -> tuple[Step, Tensor, Tensor]:
+        """The stream of the block, and its entry."""
         cos, sin = self.rope(batch.positions)
         step = Step(batch.ragged(), cos, sin, independent=batch.kind != "prefill")
-        embedded = self.embedding_norm(self.embedding(batch.token_ids))
-        both = torch.cat((embedded, self.hidden_norm(hidden_prev)), dim=1)
-        return step, self.input_projection(both, step.independent)
+        pairs = ((self.embedding(batch.token_ids), self.embedding_norm), (hidden_prev, self.hidden_norm))
+        normed = [norm_rope.rms_norm(x, norm.weight, norm.eps) for x, norm in pairs]
+        stream = self.input_projection(torch.cat(normed, dim=1), step.independent)
+        return step, *step.chain(stream, (self.block.entry,))
 
 
 @torch.inference_mode()

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from longlane.artifact.inventory import inventory
+from longlane.kernels.chain import Norm
 from longlane.kernels.linear import Weight
 from longlane.layers.attention import GatedAttention, Heads
 from longlane.layers.batch import CacheSpec
@@ -15,7 +16,7 @@ from longlane.layers.gated_delta_net import GatedDeltaNet
 from longlane.layers.linear import Embedding, Linear, embedding_and_head
 from longlane.layers.mlp import MLP
 from longlane.layers.moe import MoE
-from longlane.layers.norm import RMSNorm
+from longlane.layers.norm import rms_norm
 from longlane.layers.parameters import Parameters
 from longlane.layers.rope import Rope
 from longlane.models.decoder import Decoder
@@ -93,8 +94,8 @@ def _check(config: Qwen35Config, weights: Mapping[str, Weight]) -> None:
     check_weights(weights, required, {"text/output_head": (config.vocab_size, config.hidden_size)}, _OTHERS)
 
 
-def _norm(config: Qwen35Config, params: Parameters, name: str) -> RMSNorm:
-    return RMSNorm(params, name, config.rms_norm_eps, zero_centred=True)
+def _norm(config: Qwen35Config, params: Parameters, name: str) -> Norm:
+    return rms_norm(params, name, config.rms_norm_eps, zero_centred=True)
 
 
 def _attention(config: Qwen35Config, params: Parameters, index: int, first_slot: int = 0) -> GatedAttention:
