@@ -8,8 +8,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from longlane.kernels import attention, gdn, kv_codec, linear, norm_rope, sampling
+from longlane.kernels import attention, chain, gdn, kv_codec, linear, norm_rope, sampling
 from longlane.kernels.attention import naive as naive_attention
+from longlane.kernels.chain import Gated, Norm, Product
+from longlane.kernels.chain import naive as naive_chain
 from longlane.kernels.gdn import naive as naive_gdn
 from longlane.kernels.linear import naive as naive_linear
 from longlane.kernels.norm_rope import naive as naive_norm
@@ -59,7 +61,7 @@ def _limit(name: str, device: torch.device, dtype: torch.dtype) -> float:
     op, _, codec = name.partition(" ")
     if op == "append":
         return CODECS[codec]
-    return INT8_LIMIT if op == "linear" and device.type == "cpu" else LIMITS[dtype]
+    return INT8_LIMIT if op in ("linear", "chain") and device.type == "cpu" else LIMITS[dtype]
 
 
 def _cases(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Pair]]:
@@ -77,6 +79,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], P
     for format in PLANES:
         for tokens in (1, 3, 300):
             cases[f"linear {format}, {tokens} rows"] = partial(_linear, format, tokens, device, dtype)
+    for columns in (1, 5, 16):
+        cases[f"chain of {columns} columns"] = partial(_chain, columns, device, dtype)
     for name, (lengths, contexts) in {"decode": ((1, 1), (70, 0)), "prefill": ((130, 5), (3, 64))}.items():
         cases[f"delta_rule, {name}"] = partial(_delta_rule, lengths, contexts, device, dtype)
     for codec in CODECS:
@@ -140,20 +144,49 @@ def _draw_rows(device: torch.device) -> Pair:
 
 
 def _linear(format: str, tokens: int, device: torch.device, dtype: torch.dtype) -> Pair:
-    rows, width = 96, 512
+    weight = _weight(format, 96, 512)
+    x = torch.randn(tokens, 512).to(dtype)
+    prepared = linear.prepare(weight, device=device, dtype=dtype, packed=True)
+    return linear.linear(x.to(device), prepared).cpu(), naive_linear.linear(x.float(), weight)
+
+
+def _weight(format: str, rows: int, width: int) -> linear.PackedWeight:
     base, high, bits = PLANES[format]
     groups = width // linear.GROUP[format]
     scale = (torch.rand(rows, groups) + 0.5) * 12**0.5 / (1 << bits) / width**0.5
-    weight = linear.PackedWeight(
+    return linear.PackedWeight(
         format,
         (rows, width),
         torch.randint(256, (rows, groups, base), dtype=torch.uint8),
         scale.half(),
         torch.randint(256, (rows, groups, high), dtype=torch.uint8) if high else None,
     )
-    x = torch.randn(tokens, width).to(dtype)
-    prepared = linear.prepare(weight, device=device, dtype=dtype, packed=True)
-    return linear.linear(x.to(device), prepared).cpu(), naive_linear.linear(x.float(), weight)
+
+
+def _chain(columns: int, device: torch.device, dtype: torch.dtype) -> Pair:
+    """From the core of a Gated DeltaNet to the next one's input projection, which has a dense part."""
+    hidden, inner, heads, size = 512, 768, 6, 128
+    q4, q5, q6, _ = PLANES
+    matrices = [[_weight(q6, hidden, heads * size)], [_weight(q4, 2 * inner, hidden)], [_weight(q5, hidden, inner)]]
+    entry = [_weight(q5, 640, hidden), torch.randn(12, hidden).to(dtype) / hidden**0.5]
+    norms = {1: torch.rand(hidden) + 0.5, 3: torch.rand(hidden) + 0.5}
+    stream, (x, gate) = torch.randn(columns, hidden), torch.randn(2, columns, heads, size)
+    given, head_norm = [y.to(dtype) for y in (stream, x, gate)], torch.rand(size) + 0.5
+
+    def run(device: torch.device, dtype: torch.dtype, *, packed: bool) -> tuple[tuple[Product, ...], Tensor, Gated]:
+        products = []
+        for index, weights in enumerate((*matrices, entry)):
+            parts = [linear.prepare(w, device=device, dtype=dtype, packed=packed, paired=index == 1) for w in weights]
+            norm = Norm(norms[index].to(device), EPS) if index in norms else None
+            products.append(Product(tuple(parts), norm))
+        y, x, gate = (value.to(device, dtype) for value in given)
+        return tuple(products), y, Gated(x, gate, head_norm.to(device), EPS)
+
+    products, y, first = run(device, dtype, packed=True)
+    got = chain.run(y, products, first, independent=True)
+    products, y, first = run(torch.device("cpu"), torch.float32, packed=False)
+    want = naive_chain.run(y, products, first)
+    return torch.cat(got, dim=1).cpu(), torch.cat(want, dim=1)
 
 
 def _delta_rule(lengths: tuple[int, ...], contexts: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Pair:
@@ -179,19 +212,18 @@ class _Mixer:
         self.a, self.b = torch.randn(2, rows.tokens, value_heads, device=device).to(dtype)
         self.taps, self.gates = torch.randn(4, channels, device=device), torch.randn(2, value_heads, device=device)
         self.state = torch.randn(rows.rows + 1, value_heads, size, size, device=device)
-        self.history = torch.randn(rows.rows + 1, channels, 3, device=device).to(dtype)
-        self.convolved = naive_gdn.causal_conv(self.x, self.taps, self.history.clone(), rows, advance=False)
+        self.history = torch.randn(rows.rows + 1, 4, channels, device=device).to(dtype)
 
     def run(self, ops: ModuleType, *, advance: bool, accepted: Tensor | None = None) -> Tensor:
-        """Everything that a step, and the fold of its `accepted` columns, computes. The delta rule starts from the
-        oracle's convolution, so that a rounding of that is not counted twice."""
+        """Everything that a step, and the fold of its `accepted` columns, computes."""
         state, history = self.state.clone(), self.history.clone()
-        mixed = ops.causal_conv(self.x, self.taps, history, self.rows, advance=advance)
-        o = ops.delta_rule(self.convolved, self.a, self.b, *self.gates, state, self.rows, advance=advance)
-        if accepted is not None:
-            record = gdn.Record(self.x, self.convolved, self.a, self.b)
+        given = (self.x, self.a, self.b, self.taps, *self.gates, state, history, self.rows)
+        o, record = ops.mix(*given, advance=advance)
+        results = [o, state[1:], history[1:]]
+        if record and accepted is not None:
             ops.fold(record, accepted, *self.gates, state, history, self.rows)
-        return torch.cat([part.float().flatten() for part in (mixed, o, state[1:], history[1:])])
+            results.append(record.qkv)
+        return torch.cat([part.float().flatten() for part in results])
 
 
 def _append(codec: str, device: torch.device, dtype: torch.dtype) -> Pair:
