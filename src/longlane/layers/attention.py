@@ -30,7 +30,8 @@ class Attention:
 
     def core(self, projected: Tensor, step: Step, caches: Caches) -> Tensor:
         heads = self.heads
-        q, k, v = projected.view(projected.shape[0], -1, heads.dim).split_with_sizes([heads.query, heads.kv, heads.kv], dim=1)
+        fused = projected.view(projected.shape[0], -1, heads.dim)
+        q, k, v = fused.split_with_sizes([heads.query, heads.kv, heads.kv], dim=1)
         q, k = norm_rope.qk_norm_rope(q, k, step.cos, step.sin)
         pages = caches.kv[self.index]
         kv_codec.append(pages, k, v, step.rows)
