@@ -1,5 +1,6 @@
 """Which weights a path holds, without reading all of them."""
 
+import glob
 from hashlib import blake2b
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def weights_identity(path: Path) -> bytes:
     files = (
         sorted(path.glob("*.safetensors"))
         if path.is_dir()
-        else [path, *sorted(path.parent.glob(f"{path.name}.part-*"))]
+        else [path, *sorted(path.parent.glob(f"{glob.escape(path.name)}.part-*"))]
     )
     for file in files:
         status = file.stat()

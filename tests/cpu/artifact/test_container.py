@@ -3,7 +3,9 @@
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -430,6 +432,66 @@ def test_existing_files_are_kept_unless_forced(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="part-0001: exists"):
         write(tmp_path / "n.ninfer", max_file_bytes=20_000)
     assert part.read_bytes() == b"precious"
+
+
+OLD = {"text/vector": os.urandom(40_000)}
+
+
+def write_old(path: Path, limit: int) -> None:
+    entry = Entry.tensor("text/vector", "bf16", (20_000,))
+    with ArtifactWriter(path, entries=[entry], components={"text": Component(config={})}, max_file_bytes=limit) as old:
+        old.write("text/vector", OLD["text/vector"])
+
+
+def replace_until(calls: int, path: Path, limit: int) -> None:
+    """Replace the artifact, and die at the call of that number that makes something durable or changes a name."""
+    left = [calls]
+
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **options)
+
+        return counted
+
+    for name in ("fsync", "replace", "unlink"):
+        setattr(os, name, dying(getattr(os, name)))
+    write(path, force=True, max_file_bytes=limit)
+
+
+@pytest.mark.parametrize(("before", "after"), [(20_000, 20_000), (20_000, 100_000), (100_000, 20_000)])
+def test_an_artifact_survives_a_kill_of_what_replaces_it(tmp_path: Path, before: int, after: int) -> None:
+    path, exitcode, calls = tmp_path / "m.ninfer", -signal.SIGKILL, 0
+    while exitcode == -signal.SIGKILL:
+        for file in tmp_path.iterdir():
+            file.unlink()
+        write_old(path, before)
+        calls += 1
+        child = multiprocessing.get_context("fork").Process(target=replace_until, args=(calls, path, after))
+        child.start()
+        child.join()
+        exitcode = child.exitcode
+        with Artifact.open(path) as artifact:
+            assert {name: artifact.read(name).tobytes() for name in artifact.objects} in (OLD, CONTENT)
+            files = artifact.file_count
+    assert exitcode == 0
+    assert calls > 5
+    with Artifact.open(path) as artifact:
+        assert {name: artifact.read(name).tobytes() for name in artifact.objects} == CONTENT
+    assert len(list(tmp_path.iterdir())) == files
+
+
+def test_what_a_kill_left_goes_with_the_next_replacement(tmp_path: Path) -> None:
+    path = tmp_path / "m.ninfer"
+    write_old(path, 100_000)
+    save(tmp_path, b"stray", "m.ninfer.part-0007")
+    write(path, force=True, max_file_bytes=20_000)
+    names = ["m.ninfer", "m.ninfer.part-0008", "m.ninfer.part-0009"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    write(path, force=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["m.ninfer"]
 
 
 def test_an_error_while_writing_leaves_nothing_behind(tmp_path: Path) -> None:
