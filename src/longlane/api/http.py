@@ -100,7 +100,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class Guard:
-    """Outermost: gives every request an id, asks for the key, and turns a fault of ours into a plain 500."""
+    """Outermost: gives every request an id, asks for the key, and turns a fault of ours into a plain 500.
+
+    `request.state.trusted` tells the open routes whether the caller has the key, or needs none."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
@@ -109,7 +111,8 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the server runs without lifespan and websockets"
         request_id = f"req_{uuid.uuid4().hex}"
-        scope.setdefault("state", {})["request_id"] = request_id
+        trusted = self._holds_key(scope)
+        scope.setdefault("state", {}).update(request_id=request_id, trusted=trusted)
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -119,7 +122,7 @@ class Guard:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        if not self._authorized(scope):
+        if not trusted and scope["path"] not in OPEN_PATHS:
             message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             refusal = RequestError(message, code="invalid_api_key", status=401)
             await error_response(refusal)(scope, receive, send_with_id)
@@ -132,8 +135,8 @@ class Guard:
                 error = InternalError(f"internal error; the server's log names it under {request_id}")
                 await error_response(error)(scope, receive, send_with_id)
 
-    def _authorized(self, scope: Scope) -> bool:
-        if self._key is None or scope["path"] in OPEN_PATHS:
+    def _holds_key(self, scope: Scope) -> bool:
+        if self._key is None:
             return True
         headers = Headers(scope=scope)
         scheme, _, token = headers.get("authorization", "").partition(" ")

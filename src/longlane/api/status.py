@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -24,12 +25,15 @@ def _server(request: Request) -> ServerState:
 
 
 async def health(request: Request) -> Response:
-    """200 while the engine serves, else 503 with its state. Busy is healthy. What went wrong before is told as well."""
+    """200 while the engine serves, else 503 with its state. Busy is healthy. What went wrong before is told as well;
+    where on this machine the report of it lies, only to who may use the server."""
     engine = _server(request).engine
-    serves = engine.state == "ready"
+    serves, health = engine.state == "ready", engine.health
     body: dict[str, Any] = {"status": "ok" if serves else engine.state}
-    if engine.health != Health():
-        body |= msgspec.to_builtins(engine.health)
+    if health.last_fault and not request.state.trusted:
+        health = replace(health, last_fault=replace(health.last_fault, report=None))
+    if health != Health():
+        body |= msgspec.to_builtins(health)
     return json_response(body, 200 if serves else 503)
 
 

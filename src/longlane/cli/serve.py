@@ -40,7 +40,7 @@ def serve(
     if config.api_key == "":
         raise ConfigError("--api-key is empty, which would let everybody in; leave it out to serve without a key")
     policy: FaultPolicy = pick(FaultPolicy, values)
-    make_fault_dir(policy.fault_dir)
+    check_fault_dir(policy.fault_dir)
     console = Console(highlight=False)
     with listen(config.host, config.port) as sock:
         state = open_session(engine_config, config, console, policy)
@@ -53,16 +53,19 @@ def serve(
             runner.run(serve_http(state, sock, bars, announce))
 
 
-def make_fault_dir(directory: Path | None) -> None:
-    """Raises `ConfigError` now for a place that would lose the report of a fault later."""
+def check_fault_dir(directory: Path | None) -> None:
+    """Raises `ConfigError` now for a place that would lose the report of a fault later. Makes nothing: a start that
+    fails leaves nothing behind."""
     if directory is None:
         return
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        nearest = next(place for place in (directory, *directory.parents) if place.exists())
     except OSError as error:
         raise ConfigError(f"--fault-dir {directory}: {error.strerror}; name a folder that can be made") from None
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"--fault-dir {directory} cannot be written to; name a folder that can")
+    if not nearest.is_dir():
+        raise ConfigError(f"--fault-dir {directory}: {nearest} is no folder; name a folder that can be made")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"--fault-dir {directory}: {nearest} cannot be written to; name a folder that can")
 
 
 def set_log_level(level: str) -> None:

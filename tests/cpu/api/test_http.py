@@ -83,8 +83,8 @@ def test_a_wrong_key_opens_nothing(locked: httpx2.Client, path: str, headers: di
 def test_a_key_may_have_any_characters() -> None:
     guard = Guard(lambda *_: None, api_key="schl\u00fcssel")  # type: ignore[arg-type, return-value]
     scope = {"type": "http", "path": "/v1/models", "headers": [(b"x-api-key", "schl\u00fcssel".encode())]}
-    assert guard._authorized(scope)
-    assert not guard._authorized({**scope, "headers": [(b"x-api-key", b"schlussel")]})
+    assert guard._holds_key(scope)
+    assert not guard._holds_key({**scope, "headers": [(b"x-api-key", b"schlussel")]})
 
 
 def test_health_needs_no_key(locked: httpx2.Client) -> None:

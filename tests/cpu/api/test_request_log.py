@@ -89,9 +89,19 @@ def test_a_drawn_seed_is_in_the_log(tmp_path: Path) -> None:
 
 
 def test_a_log_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="request-log-jsonl"):
-        RequestLog(tmp_path / "nowhere" / "log.jsonl")
+    for path, problem in (("nowhere/log", "there is no folder"), ("", "it is a folder"), ("a" * 300, "too long")):
+        with pytest.raises(ConfigError, match=f"--request-log-jsonl .*: .*{problem}.*; name a file"):
+            RequestLog(tmp_path / path)
     RequestLog(None).write("request_start", {})
+
+
+def test_a_log_without_a_line_is_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = RequestLog(path)
+    assert not path.exists()
+    log.write("server_start", {})
+    log.close()
+    assert len(lines(path)) == 1
 
 
 def test_a_full_disk_loses_lines_and_no_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,11 +1,14 @@
 """Routes that say how the server is."""
 
+import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from longlane.engine.faults import Fault
 from longlane.engine.supervisor import Health
 from longlane.errors import EngineError
+from support.http_server import serving
+from support.scripted_engine import ScriptedEngine, says
 
 from .conftest import Api
 
@@ -63,6 +66,18 @@ def test_health_tells_of_a_fault_for_good(api: Api) -> None:
     assert api.http.get("/health").json() == {"status": "ok", **told}
     api.engine.state = "restarting"
     assert api.http.get("/health").json() == {"status": "restarting", **told}
+
+
+def test_where_a_report_lies_is_told_to_holders_of_the_key_alone() -> None:
+    engine = ScriptedEngine(says("ok"))
+    fault = Fault(time="2026-11-30T00:00:00+00:00", how="was ended by SIGKILL", report="/faults/a.json")
+    engine.health = Health(restarts=1, last_fault=fault)
+    with serving(engine, api_key="k3y") as served, httpx2.Client(base_url=served.url) as http:
+        for headers, report in (({}, None), ({"x-api-key": "wrong"}, None), ({"x-api-key": "k3y"}, "/faults/a.json")):
+            reply = http.get("/health", headers=headers)
+            assert reply.status_code == 200
+            told = reply.json()["last_fault"]
+            assert told == {"time": fault.time, "how": "was ended by SIGKILL", "report": report}
 
 
 def metrics(api: Api) -> dict[str, float]:

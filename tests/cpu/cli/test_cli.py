@@ -90,6 +90,17 @@ def test_what_cannot_be_is_one_line(
     assert message in line
 
 
+def test_a_start_that_fails_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--fault-dir", str(tmp_path / "a" / "faults"), "--request-log-jsonl", str(tmp_path / "log")]
+    assert "nothing-here" in refusal(["serve", "nothing-here", *flags, "--port", str(free_port())], capsys, monkeypatch)
+    (tmp_path / "file").touch()
+    flags[1] = str(tmp_path / "file" / "faults")
+    assert "is no folder" in refusal(["serve", "tiny", *flags, "--port", str(free_port())], capsys, monkeypatch)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
