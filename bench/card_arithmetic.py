@@ -1,9 +1,9 @@
 """The products of a card's decode steps by their definition, on the CPU: `bench/route_quality.py --emulate`.
 
 Weights are exact and sums are float32 on both routes of a card; what differs is how activations enter a product. One
-operation after the other (`steps`) they are rounded to bfloat16, and so is what a product yields. In a fused chain
-(`chain`) they are 16-bit fixed point with one float32 scale for each group of 64, nothing is rounded between products
-but the residual stream, and bfloat16 is what the last one yields.
+operation after the other (`steps`) they are rounded to bfloat16. In a fused chain (`chain`) they are 16-bit fixed point
+with one float32 scale for each group of 64, and a product that is added to the stream is not rounded before. Any other
+yields bfloat16.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,6 @@ from longlane.kernels.norm_rope import naive as norms
 from longlane.layers.linear import Linear
 
 GROUP, LARGEST = 64, 32767
-Rounding = Callable[[Tensor], Tensor]
 
 
 def fixed_point(x: Tensor) -> Tensor:
@@ -36,31 +35,29 @@ def bfloat16(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
-def exact(x: Tensor) -> Tensor:
-    return x
-
-
-# How activations enter a product, and how they leave one that is not the last.
-ROUNDINGS: dict[str, tuple[Rounding, Rounding]] = {"steps": (bfloat16, bfloat16), "chain": (fixed_point, exact)}
+# How activations enter a product.
+ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {"steps": bfloat16, "chain": fixed_point}
 
 
 @contextmanager
 def emulating(route: str) -> Iterator[None]:
     """Decode and verify steps of packed bfloat16 models on the CPU compute as a card does that takes `route`."""
-    entering, leaving = ROUNDINGS[route]
+    rounded = ROUNDINGS[route]
 
     def run(
-        stream: Tensor, products: Sequence[Product], first: Gated | None = None, *, independent: bool
+        stream: Tensor, products: Sequence[Product], first: Gated | Tensor | None = None, *, independent: bool
     ) -> tuple[Tensor, Tensor]:
         assert independent
-        value = None if first is None else gated(first)
-        for product in products:
+        value = gated(first) if isinstance(first, Gated) else None if first is None else first.float()
+        for product, following in zip(products, [*products[1:], None], strict=True):
             if product.norm is not None:
                 stream = stream if value is None else (stream.float() + value).bfloat16()
                 value = norms.rms_norm(stream.float(), product.norm.weight, product.norm.eps)
             assert value is not None
             if product.weights:
-                value = leaving(multiply(entering(value), product.weights))
+                value = multiply(rounded(value), product.weights)
+            if route == "steps" or not (following and following.norm):
+                value = bfloat16(value)
         assert value is not None
         return stream, value.bfloat16()
 
