@@ -15,8 +15,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from longlane.artifact.container import Entry
 from longlane.artifact.inventory import Item, inventory
 from longlane.kernels.linear.weight import GROUP, PackedWeight, Weight
+from longlane.layers.batch import Caches
 from longlane.models.registry import LoadedModel, build
 from longlane.types import ModelInfo
 
@@ -46,6 +48,36 @@ def random_model(
         weights_bytes=model.weight_bytes,
     )
     return LoadedModel(model, info, dict(config))
+
+
+def read_bytes(config: Mapping[str, Any], *, weights: str = "groupwise-int") -> dict[str, int]:
+    """Bytes of weights that a step must read (`step`), and what one draft of the MTP head adds (`draft`)."""
+    totals = {"step": 0, "draft": 0}
+    for item in inventory(dict(config), ("text", "draft_head", "mtp"), weights=weights):
+        if item.name != "text/token_embedding":
+            part = "draft" if item.name.startswith(("mtp/", "text/draft_head")) else "step"
+            totals[part] += Entry.tensor(item.name, item.format, item.shape).bytes
+    return totals
+
+
+def body_parameters(config: Mapping[str, Any]) -> int:
+    """Weights that a token of a prompt is multiplied with: all matrices but embedding and head."""
+    items = inventory(dict(config), ("text",))
+    return sum(prod(item.shape) for item in items if "/layers/" in item.name and len(item.shape) > 1)
+
+
+def fill(caches: Caches) -> None:
+    """Random codes, keys, values and states, as if so many tokens had been computed: the time of a step depends on how
+    many there are, not on what they are."""
+    for plane in caches.page_planes():
+        if plane.dtype == torch.uint8:
+            plane.random_(0, 120)
+        elif plane.dtype == torch.float16:
+            plane.uniform_(0.001, 0.01)
+        else:
+            plane.normal_()
+    for plane in caches.slot_planes():
+        plane.normal_(std=0.05)
 
 
 class RandomWeights(Mapping[str, Weight]):

@@ -6,9 +6,9 @@ other token, memory flat.
 Without a geometry it is the tiny hybrid over real text, whose drafts are accepted; with one, random weights and ids.
 Four in five prompts are short, the rest long; half of the requests are greedy, half are drawn with a seed of their own;
 one in ten is cancelled on its way, and so is what is open at the end. A second process runs every `--eager-every`-th
-request meanwhile, without graphs, which is several times slower; what both ended is compared. Chunks are short enough
-that their ends never depend on measured times, without which a prompt would be rounded otherwise each time; prefixes
-are not shared for the same reason.
+request meanwhile, without graphs, which is several times slower; what both ended is compared. Chunks are as long as
+they may be, whatever was measured, without which a prompt would be rounded otherwise each time; prefixes are not shared
+for the same reason.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,7 @@ def engine_of(loaded: LoadedModel, lanes: int, context: int, *, graphs: bool, **
         config, loaded, Path(), vocab_size=loaded.info.vocab_size, dtype="bf16" if device == "cuda" else "float32",
         device=torch.device(device), progress=quiet,
     )  # fmt: skip
+    engine._policy = replace(engine._policy, gap_s=1e9, step_s=1e9)
     # The very first chunk, whose cost nobody knows yet, is a page.
     first = Request(id="first", token_ids=[1] * (2 * CHUNK), max_tokens=2, sampling=SamplingParams(temperature=0.0))
     engine.submit(first)

@@ -1,25 +1,37 @@
-"""How fast an artifact gets onto a device, beside what memory and bus allow.
+"""How fast an artifact gets onto a device, beside what memory and bus allow, and how long until a first token.
 
-    python bench/start.py [ARTIFACT] [--make GIB] [--device cuda]
+    PYTHONPATH=src:. python bench/start.py [ARTIFACT] [--make GIB | --geometry qwen3.8-27b] [--device cuda]
 
-Without ARTIFACT one of `--make` GiB of random q4 matrices is written first. Each way runs `--rounds` times with the
-file in the page cache, the best counts. `copy` reads the mapped file into host memory, `bus` moves pinned memory to the
-device: no loader can be faster than the slower of the two. `plain` copies plane by plane, `load` is what the engine
-does.
+Without ARTIFACT one is written first, of `--make` GiB of random q4 matrices, or a whole model of `--geometry` with
+random weights. Each way of loading runs `--rounds` times with the file in the page cache, the best counts. `copy` reads
+the mapped file into host memory, `bus` moves pinned memory to the device: no loader can be faster than the slower of
+the two. `plain` copies plane by plane, `load` is what the engine does.
+
+A whole model is then started twice, each time by a process of its own and from the exec of Python on: with no compiled
+kernel on the disk, and with those of the first time. The times are those at which a stage ended.
 """
 
 import argparse
+import os
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
+from bench.random_model import RandomWeights
 
 from longlane.artifact.checkpoint import load_weights
-from longlane.artifact.container import Artifact, ArtifactWriter, Component, Entry
+from longlane.artifact.container import Artifact, ArtifactWriter, Component, Entry, Proposal
 from longlane.artifact.formats import encode, load, to_bytes
+from longlane.artifact.geometry import GEOMETRIES
+from longlane.config import EngineConfig
+from longlane.engine import startup
+from longlane.types import Loading, Request, SamplingParams, Tokens
 
 SHAPE = (5120, 5120)
 FORMAT = "q4_g64_fp16"
@@ -31,13 +43,65 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", nargs="?", type=Path)
     parser.add_argument("--make", type=float, default=4.0, metavar="GIB")
+    parser.add_argument("--geometry", default=None)
+    parser.add_argument("--folder", type=Path, default=None, help="where to write; one in memory is a page cache")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--first-token", action="store_true", help="start ARTIFACT and do nothing else")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-    with tempfile.TemporaryDirectory() as folder:
-        path = args.artifact or make(Path(folder) / "random.ninfer", args.make)
-        report(path, torch.device(args.device), args.rounds)
+    if args.first_token:
+        first_token(args.artifact, args.device)
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        path = args.artifact or Path(folder) / "random.ninfer"
+        if args.artifact is None:
+            began = time.perf_counter()
+            make_model(path, args.geometry, args.device) if args.geometry else make(path, args.make)
+            print(f"{path.stat().st_size / 1e9:.2f} GB written in {time.perf_counter() - began:.1f} s", flush=True)
+        if args.rounds:
+            report(path, torch.device(args.device), args.rounds)
+        if args.geometry:
+            command = [sys.executable, __file__, str(path), "--first-token", "--device", args.device]
+            for kernels in ("compiled anew", "from the disk"):
+                print(f"\nfrom exec to a first token, kernels {kernels}:", flush=True)
+                subprocess.run(command, check=True, env=os.environ | {"TRITON_CACHE_DIR": f"{folder}/kernels"})
+
+
+def first_token(path: Path, device: str) -> None:
+    began = psutil.Process().create_time()
+
+    def tell(stage: str) -> None:
+        print(f"{time.time() - began:6.2f} s {stage}", flush=True)
+
+    def ended(loading: Loading) -> None:
+        if loading.done == loading.total > 0:
+            tell(loading.stage)
+
+    tell("imports")
+    drafting = {"spec": "mtp", "draft_tokens": 3, "lm_head_draft": True}
+    config = EngineConfig(model=str(path), device=device, max_concurrency=2, **drafting)  # type: ignore[arg-type]
+    engine, _ = startup.load(config, ended)
+    sampling = SamplingParams(temperature=0.0)
+    engine.submit(Request(id="first", token_ids=list(range(512)), max_tokens=1, sampling=sampling))
+    while not any(isinstance(message, Tokens) for message in engine.step()):
+        pass
+    tell("first token behind 512")
+
+
+def make_model(path: Path, geometry: str, device: str) -> Path:
+    """A text model with MTP and draft head, and no tokenizer."""
+    config = dict(GEOMETRIES[geometry])
+    weights = RandomWeights(config, device)
+    items = weights.items_by_name.values()
+    rows = weights.items_by_name["text/draft_head"].shape[0]
+    text = Component(config=config, proposal=Proposal(domain="indexed", rows=rows))
+    components = {"text": text, "mtp": Component(config={}, target="text")}
+    entries = [Entry.tensor(item.name, item.format, item.shape) for item in items]
+    with ArtifactWriter(path, entries=entries, components=components) as writer:
+        for item in items:
+            writer.write(item.name, to_bytes(weights[item.name]))
+    return path
 
 
 def make(path: Path, gib: float) -> Path:
