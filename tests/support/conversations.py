@@ -42,9 +42,12 @@ turns = st.lists(
 
 @dataclass
 class Conversation:
-    """Turns as requests: each prompt is what an earlier turn's prompt and answer spell, and something new."""
+    """Turns as requests: each prompt is what an earlier turn's prompt and answer spell, and something new.
+
+    answers: what the oracle says to each request, by its id."""
 
     system: int
+    answers: dict[str, list[int]] = field(default_factory=dict)
     texts: list[list[int]] = field(default_factory=list)
     ends: list[list[int]] = field(default_factory=list)
 
@@ -62,7 +65,8 @@ class Conversation:
             sampling=SamplingParams(temperature=0.7, seed=index),
             boundaries=[*ends, len(prompt)],
         )
-        self.texts.append(prompt + oracle(wanted).token_ids)
+        answer = self.answers[wanted.id] = oracle(wanted).token_ids
+        self.texts.append(prompt + answer)
         self.ends.append([*ends, len(prompt)])
         return wanted
 

@@ -116,6 +116,11 @@ class HostTier:
         return faults
 
 
+def is_done(copy: Copy | None) -> bool:
+    """Whether a copy that was the newest once has arrived; None where there was none yet."""
+    return copy is None or copy.done
+
+
 def state_key(checkpoint: Checkpoint) -> bytes:
     return chain(checkpoint.node.digest, checkpoint.tail)
 

@@ -2,19 +2,19 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from longlane.errors import RequestError
-from longlane.memory.node import Node
+from longlane.memory.lease import Lease, pages_for, stops_of
 from longlane.memory.pages import PagePool
 from longlane.memory.plan import PAGE
 from longlane.memory.prefix import Match, PrefixTree
+from longlane.memory.restore import Restore
 from longlane.memory.states import SlotPool
-from longlane.memory.tiers import Restore, Tiers
+from longlane.memory.tiers import Tiers
 
-# Checkpoints of a prompt beside those at its boundaries, in tokens: what an edited long prompt recomputes at most.
-CHECKPOINT_INTERVAL = 8192
+__all__ = ["Lease", "Memory", "pages_for"]
+
 # How many of a prompt's last boundaries get a checkpoint; the first, the end of the system block, always does.
 LAST_BOUNDARIES = 4
 
@@ -25,42 +25,6 @@ class Mover(Protocol):
     def copy_page(self, source: int, target: int) -> None: ...
 
     def copy_slot(self, source: int, target: int) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """What one running request holds.
-
-    limit: the most tokens it may ever have in the cache. pages: page ids in order of position. token_ids: exactly the
-    tokens whose keys, values and state are in the cache. cached_tokens: how many of them were there at admission, and
-    `reuse` where from, or why not more. stops: offsets at which a prefill chunk must end, so that the state there can
-    be kept. node: the last of its full pages in the tree. restore: what is still on its way to the device, and
-    `arriving` the tokens that come with it; until then nothing can be computed.
-    """
-
-    request_id: str
-    slot: int
-    limit: int
-    pages: "array[int]"
-    node: Node
-    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    cached_tokens: int = 0
-    reuse: str = "none"
-    stops: tuple[int, ...] = ()
-    restore: Restore | None = None
-    arriving: "array[int]" = field(default_factory=lambda: array("i"))
-
-    @property
-    def ready(self) -> bool:
-        return self.restore is None
-
-    @property
-    def length(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def may_grow(self) -> bool:
-        return len(self.pages) < pages_for(self.limit)
 
 
 class Memory:
@@ -89,6 +53,8 @@ class Memory:
         self._slots = slots
         self._max_context = max_context
         self._reuse = tree is not None
+        # Whether the states of prompts and answers are kept for whoever comes after.
+        self._keeps = tree is not None and tree.stateful
         self._tree = tree or PrefixTree(pages, slots, stateful=False, page_bytes=1, slot_bytes=1)
         self._mover = mover
         self._tiers = tiers
@@ -161,8 +127,8 @@ class Memory:
             match.node,
             token_ids=array("i", token_ids[:there]),
             cached_tokens=match.length,
-            reuse=f"{restore.source} state at {match.length}" if restore else describe(match),
-            stops=self._stops(match.length, len(token_ids), boundaries),
+            reuse=f"{restore.source} state at {match.length}" if restore else match.describe(),
+            stops=stops_of(boundaries, match.length, len(token_ids), self._last_boundaries) if self._keeps else (),
             restore=restore,
             arriving=array("i", token_ids[there : match.length]),
         )
@@ -245,8 +211,7 @@ class Memory:
         self._tiers.poll()
         for lease in self._leases.values():
             if lease.restore and lease.restore.done:
-                lease.restore = None
-                lease.token_ids.extend(lease.arriving)
+                lease.land()
                 self._store_pages(lease)
         return [lease.request_id for lease in self._leases.values() if lease.restore and lease.restore.failed]
 
@@ -264,18 +229,6 @@ class Memory:
         """To be called before the device writes to pages that were given up."""
         if self._tiers:
             self._tiers.flush()
-
-    def _stops(self, cached: int, prompt: int, boundaries: Iterable[int]) -> tuple[int, ...]:
-        """Where to keep the state of a prompt: its boundaries, and every so often."""
-        if not self._tree.stateful or not self._reuse:
-            return ()
-        marks = sorted(mark for mark in boundaries if 0 < mark < prompt)
-        chosen = {
-            *marks[:1],
-            *marks[max(0, len(marks) - self._last_boundaries) :],
-            *range(CHECKPOINT_INTERVAL, prompt, CHECKPOINT_INTERVAL),
-        }
-        return tuple(sorted(mark for mark in chosen if mark > cached))
 
     def grow(self, lease: Lease, length: int) -> bool:
         """Pages for `length` tokens; False and no change when the pool is used up by running requests."""
@@ -299,15 +252,17 @@ class Memory:
         if not self._reuse:
             return
         self._store_pages(lease)
-        if lease.length in lease.stops and self._tree.free_slot():
-            tail = lease.token_ids[lease.node.end :]
-            if self._tree.find(lease.node, tail) is None:
-                slot = self._slots.take()
-                assert slot is not None
-                assert self._mover is not None
-                self._mover.copy_slot(lease.slot, slot)
-                self._tree.keep(lease.node, tail, lease.pages[lease.node.depth] if tail else 0, slot)
+        if lease.length in lease.stops and self._tree.free_slot() and not self._is_kept(lease):
+            slot = self._slots.take()
+            assert slot is not None
+            assert self._mover is not None
+            self._mover.copy_slot(lease.slot, slot)
+            self._tree.keep(lease.node, lease.tail, lease.tail_page, slot)
         self._flush()
+
+    def _is_kept(self, lease: Lease) -> bool:
+        """Whether the tree has a checkpoint of exactly these tokens."""
+        return self._tree.find(lease.node, lease.tail) is not None
 
     def _store_pages(self, lease: Lease) -> None:
         """Put the full pages into the tree, or use the tree's where it holds the same tokens already."""
@@ -323,12 +278,11 @@ class Memory:
     def release(self, lease: Lease, keep: bool = True) -> None:
         """Give back everything; with `keep`, what was computed stays in the tree. The lease is dead afterwards."""
         assert self._leases.pop(lease.request_id, None) is lease, f"{lease.request_id} does not hold this lease"
-        tail = lease.token_ids[lease.node.end :]
-        keep = keep and self._reuse and self._tree.stateful and lease.length > 0 and lease.ready
+        keep = keep and self._keeps and lease.length > 0 and lease.ready
         self._cancel(lease.restore)
-        if keep and self._tree.find(lease.node, tail) is None:
+        if keep and not self._is_kept(lease):
             # The state moves into the tree: nothing is copied.
-            self._tree.keep(lease.node, tail, lease.pages[lease.node.depth] if tail else 0, lease.slot)
+            self._tree.keep(lease.node, lease.tail, lease.tail_page, lease.slot)
         else:
             self._slots.give(lease.slot)
         self._pages.give(lease.pages)
@@ -352,23 +306,7 @@ class Memory:
                 *(("the tree", slot) for slot in tree.held_slots()),
             ]
         )
-        for lease in leases:
-            if not lease.length <= min(lease.limit, len(lease.pages) * PAGE):
-                faults.append(
-                    f"{lease.request_id} has {lease.length} tokens in {len(lease.pages)} pages, limit {lease.limit}"
-                )
+        faults += [fault for lease in leases for fault in lease.check()]
         if self._tiers:
             faults += self._tiers.check(node.digest for node in tree.nodes())
         return faults
-
-
-def describe(match: Match) -> str:
-    """Where a prefix came from and why it is no longer: what replies and logs say of reuse."""
-    if match.length == 0:
-        return f"none: {match.miss}" if match.miss else "none"
-    source = "state" if match.checkpoint else "pages"
-    return f"device {source} at {match.length}" + (f": {match.miss}" if match.miss else "")
-
-
-def pages_for(tokens: int) -> int:
-    return -(-tokens // PAGE)

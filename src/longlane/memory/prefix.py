@@ -37,6 +37,13 @@ class Match:
     common: int
     miss: str
 
+    def describe(self) -> str:
+        """Where the prefix came from and why it is no longer: what replies and logs say of reuse."""
+        if self.length == 0:
+            return f"none: {self.miss}" if self.miss else "none"
+        source = "state" if self.checkpoint else "pages"
+        return f"device {source} at {self.length}" + (f": {self.miss}" if self.miss else "")
+
 
 class PrefixTree:
     """Pages and checkpoints that outlive their requests.

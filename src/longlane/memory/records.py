@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from longlane.memory.events import Ledger, Tier
 
-WORD = 4
-
 
 @dataclass(slots=True, eq=False)
 class PageRecord:
