@@ -69,11 +69,11 @@ def mixers(read: float) -> list[dict[str, object]]:
     results = []
     weight, rate, bias = torch.randn(4, 10_240, device=DEVICE), *torch.randn(2, VALUE_HEADS, device=DEVICE)
     states = [torch.randn(9, VALUE_HEADS, GDN_DIM, GDN_DIM, device=DEVICE) for _ in range(24)]
-    history = torch.randn(9, 10_240, 3, device=DEVICE).bfloat16()
+    history = torch.randn(9, 4, 10_240, device=DEVICE).bfloat16()
     for lengths in ((1,), (4,), (1,) * 4, (1,) * 8, (1024,), (2048,)):
         where = layout(lengths, 100, 64)
         fused, gates = inputs(where.tokens, 16_384), inputs(where.tokens, 2 * VALUE_HEADS).chunk(2, dim=1)
-        qkv = gdn.causal_conv(fused[:, :10_240], weight, history, where, advance=True)
+        given = (fused[:, :10_240], *gates, weight, rate, bias)
         o = inputs(where.tokens, VALUE_HEADS * GDN_DIM).view(-1, VALUE_HEADS, GDN_DIM)
         z, x, norm = (
             fused[:, 10_240:].unflatten(1, (VALUE_HEADS, GDN_DIM)),
@@ -81,14 +81,13 @@ def mixers(read: float) -> list[dict[str, object]]:
             torch.ones(5120, device=DEVICE),
         )
         timed = {
-            "conv": [lambda: gdn.causal_conv(fused[:, :10_240], weight, history, where, advance=True)] * 8,
-            "delta": [lambda s=s: gdn.delta_rule(qkv, *gates, rate, bias, s, where, advance=True) for s in states],
+            "mix": [lambda s=s: gdn.mix(*given, s, history, where, advance=True) for s in states],
             "gated norm": [lambda: norm_rope.gated_rms_norm(o, z, norm[:GDN_DIM], 1e-6)] * 8,
             "add norm": [lambda: norm_rope.add_rms_norm(x, x, norm, 1e-6)] * 8,
         }  # fmt: skip
         seconds = {name: seconds_each(run) for name, run in timed.items()}
         results.append(dict(op="gdn", lengths=lengths, seconds=seconds))
-        moved = 2 * len(lengths) * VALUE_HEADS * GDN_DIM**2 * 4 / seconds["delta"]
+        moved = 2 * len(lengths) * VALUE_HEADS * GDN_DIM**2 * 4 / seconds["mix"]
         cells = ", ".join(f"{name} {value * 1e6:.1f} us" for name, value in seconds.items())
         print(f"gdn {len(lengths)} x {lengths[0]}: {cells} (state {moved / read:.0%} of the read ceiling)")
     return results

@@ -109,9 +109,7 @@ class Model:
         self.state = [
             torch.randn(lanes + 1, VALUE_HEADS, GDN_DIM, GDN_DIM, device=DEVICE) * 0.05 for _ in range(len(deltas))
         ]
-        self.history = [
-            torch.randn(lanes + 1, CHANNELS, TAPS - 1, device=DEVICE).bfloat16() for _ in range(len(deltas))
-        ]
+        self.history = [torch.randn(lanes + 1, TAPS, CHANNELS, device=DEVICE).bfloat16() for _ in range(len(deltas))]
         starts = tuple(range(0, (lanes + 1) * columns, columns))
         table = (torch.randperm(lanes * self.pages_per_lane, device=DEVICE) + 1).view(lanes, -1).int()
         self.rows = ragged(starts, (context,) * lanes, table, torch.arange(1, lanes + 1, device=DEVICE))
@@ -129,7 +127,8 @@ class Model:
                 mixed = self._attention(layer, x, next(kv))
             else:
                 mixed, record = self._delta(layer, x, self.state[delta], self.history[delta], verify=verify)
-                records.append(record)
+                if record:
+                    records.append(record)
                 delta += 1
             residual, x = norm_rope.add_rms_norm(residual, linear.linear(mixed, layer.output), layer.post_norm, EPS)
             fresh = linear.linear(linear.linear(x, layer.gate_up), layer.down)
@@ -146,15 +145,17 @@ class Model:
         mixed = attention.attend(q, pages, self.rows, scale=HEAD_DIM**-0.5)
         return norm_rope.sigmoid_gate(mixed.flatten(1), gate)
 
-    def _delta(self, layer: Layer, x: Tensor, state: Tensor, history: Tensor, *, verify: bool) -> tuple[Tensor, Record]:
+    def _delta(
+        self, layer: Layer, x: Tensor, state: Tensor, history: Tensor, *, verify: bool
+    ) -> tuple[Tensor, Record | None]:
         fused = torch.empty(len(x), 16_384, dtype=x.dtype, device=DEVICE)
         linear.linear(x, layer.first, out=fused[:, :4096])
         linear.linear(x, layer.second, out=fused[:, 4096:])
         a, b = linear.linear(x, layer.gates).chunk(2, dim=1)
         channels, z = fused[:, :CHANNELS], fused[:, CHANNELS:].unflatten(1, (VALUE_HEADS, GDN_DIM))
-        qkv = gdn.causal_conv(channels, layer.convolution, history, self.rows, advance=not verify)
-        o = gdn.delta_rule(qkv, a, b, layer.a_log, layer.dt_bias, state, self.rows, advance=not verify)
-        return norm_rope.gated_rms_norm(o, z, layer.norm, EPS).flatten(1), Record(channels, qkv, a, b)
+        given = (channels, a, b, layer.convolution, layer.a_log, layer.dt_bias, state, history, self.rows)
+        o, record = gdn.mix(*given, advance=not verify)
+        return norm_rope.gated_rms_norm(o, z, layer.norm, EPS).flatten(1), record
 
     def fold(self, records: list[Record], accepted: Tensor) -> None:
         deltas = [layer for layer in self.layers if not layer.attention]

@@ -145,7 +145,7 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     kv_layers counts the attention layers of the text model, mtp_layers those of the MTP head (same head shape).
     Recurrent state is [slots, value_heads, value_dim, key_dim] per GDN layer; the convolution history is
-    [slots, channels, taps - 1].
+    [slots, taps, channels].
     """
 
     kv_layers: int

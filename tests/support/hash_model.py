@@ -111,12 +111,12 @@ class HashModel:
         assert slot > 0, "a state was read from the padding slot"
         if context == 0:
             return Past()
-        recent = tuple(int(value) for value in caches.conv[0][slot, 0])
+        recent = tuple(int(value) for value in caches.conv[0][slot, :, 0])
         return Past(int(caches.state[0][slot, 0, 0, 0]), recent)
 
     def _keep(self, caches: Caches, slot: int, past: Past) -> None:
         caches.state[0][slot] = past.rolling
-        caches.conv[0][slot, 0] = torch.tensor(past.recent, dtype=torch.float64)
+        caches.conv[0][slot, :, 0] = torch.tensor(past.recent, dtype=torch.float64)
 
 
 def poisoned_caches(pages: int, slots: int) -> Caches:

@@ -113,7 +113,7 @@ def new_caches(
     recurrent = torch.bfloat16 if gdn_state == "bf16" else wide
     attention = spec.kv_layers + spec.mtp_layers
     state = (slots, spec.gdn_value_heads, spec.gdn_value_dim, spec.gdn_key_dim)
-    conv = (slots, spec.conv_channels, spec.conv_history)
+    conv = (slots, spec.conv_history, spec.conv_channels)
     return Caches(
         kv=[allocate(codec, pages, spec.kv_heads, spec.head_dim, device) for _ in range(attention)],
         state=[torch.zeros(state, dtype=recurrent, device=device) for _ in range(spec.gdn_layers)],

@@ -33,10 +33,10 @@ class GatedDeltaNet:
     def core(self, projected: Tensor, step: Step, caches: Caches) -> Gated:
         mixed, z, a, b = projected.split_with_sizes(self.sizes, dim=1)
         state, history = caches.state[self.index], caches.conv[self.index]
-        qkv = gdn.causal_conv(mixed, self.convolution, history, step.rows, advance=step.advance)
-        o = gdn.delta_rule(qkv, a, b, self.a_log, self.dt_bias, state, step.rows, advance=step.advance)
-        if not step.advance:
-            step.records.append(Record(mixed, qkv, a, b))
+        given = (mixed, a, b, self.convolution, self.a_log, self.dt_bias, state, history)
+        o, record = gdn.mix(*given, step.rows, advance=step.advance)
+        if record:
+            step.records.append(record)
         return Gated(o, z.view(o.shape), self.norm, self.eps)
 
     def fold(self, record: Record, accepted: Tensor, rows: Ragged, caches: Caches) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 # state image read and written; keys and values of one token as int8.
 WEIGHT_BYTES = 15.73e9
 DRAFT_BYTES = 0.81e9
-STATE_BYTES = 2 * 146.8125 * 2**20
+STATE_BYTES = 2 * 147.75 * 2**20
 KV_BYTES = 33_792
 # 700 small dependent kernels of 1.07 us in a graph.
 FIXED_S = 0.75e-3

@@ -11,7 +11,7 @@ import sys
 import torch
 from longlane.kernels.attention import long, short, triton as attention
 from longlane.kernels.gdn import Record
-from longlane.kernels.gdn import chunks, convolution, triton as gdn
+from longlane.kernels.gdn import chunks, convolution, short as short_gdn, triton as gdn
 from longlane.kernels.kv_codec import decode, triton as kv_codec
 from longlane.kernels.kv_codec.layout import CODE_BITS
 from longlane.kernels.kv_codec.pages import allocate
@@ -31,7 +31,7 @@ def zeros(*shape, dtype=bf16):
     return torch.zeros(shape, dtype=dtype)
 
 
-with compiling(card, [attention, chunks, convolution, decode, gdn, kv_codec, long, norm_rope, short]) as compiled:
+with compiling(card, [attention, chunks, convolution, decode, short_gdn, kv_codec, long, norm_rope, short]) as compiled:
     for kind in ("q4", "q5", "q6", "q8", "bf16"):
         for n, k, paired in ((5120, 6144, False), (34816, 5120, True)):
             data = torch.empty(n // 16, k // 64, tiles.BLOCK[kind], dtype=torch.int32, device="meta")
@@ -52,10 +52,9 @@ with compiling(card, [attention, chunks, convolution, decode, gdn, kv_codec, lon
             attention.attend(zeros(n, 24, 256), pages, rows, scale=0.1)
         record = Record(zeros(n, 10240), zeros(n, 10240), zeros(n, 48), zeros(n, 48))
         gates = (record.a, record.b, torch.zeros(48), torch.zeros(48))
-        state, history = torch.zeros(4, 48, 128, 128), zeros(4, 10240, 3)
+        state, history = torch.zeros(4, 48, 128, 128), zeros(4, 4, 10240)
         for advance in (True, False):
-            gdn.causal_conv(record.x, torch.zeros(4, 10240), history, rows, advance=advance)
-            gdn.delta_rule(record.qkv, *gates, state, rows, advance=advance)
+            gdn.mix(record.x, *gates[:2], torch.zeros(4, 10240), *gates[2:], state, history, rows, advance=advance)
         gdn.fold(record, torch.ones(rows.rows, dtype=torch.int32), *gates[2:], state, history, rows)
         norm_rope.rms_norm(zeros(n, 5120), torch.ones(5120), 1e-6)
         norm_rope.add_rms_norm(zeros(n, 5120), zeros(n, 5120), torch.ones(5120), 1e-6)

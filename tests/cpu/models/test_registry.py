@@ -44,7 +44,7 @@ def test_state_of_the_27b_has_the_published_size():
     config = GEOMETRIES["qwen3.8-27b"]
     spec = build(config, meta_weights(config), device="meta", dtype=torch.bfloat16).spec
     assert 4 * spec.gdn_layers * spec.gdn_value_heads * spec.gdn_value_dim * spec.gdn_key_dim == 144 * 2**20
-    assert 2 * spec.gdn_layers * spec.conv_channels * spec.conv_history == 2.8125 * 2**20
+    assert 2 * spec.gdn_layers * spec.conv_channels * spec.conv_history == 3.75 * 2**20
 
 
 def spellings():

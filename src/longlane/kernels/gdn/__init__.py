@@ -1,9 +1,9 @@
 """The Gated DeltaNet mixer between its projections: causal convolution, gates, delta rule.
 
 Channels are [q | k | v]. state [slots, Hv, Dv, Dk] is float32 (float64 in float64), or bfloat16: sums are float32
-still, and it is rounded after each token of decode, verify and fold, and once after a longer row. history [slots,
-channels, taps - 1] holds the last inputs of the convolution. A row with context 0 starts from zeros whatever its slot
-holds.
+still, and it is rounded after each token of decode, verify and fold, and once after a longer row. history [slots, taps,
+channels] is a ring of the last inputs of the convolution: that of cache position p lies in line p % taps. A row with
+context 0 starts from zeros whatever its slot holds.
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
 """
 
@@ -15,27 +15,23 @@ from longlane.kernels.gdn.record import Record
 from longlane.kernels.ragged import Ragged
 from longlane.kernels.route import route
 
-__all__ = ["Record", "causal_conv", "delta_rule", "fold"]
+__all__ = ["Record", "fold", "mix"]
 
 
-def causal_conv(x: Tensor, weight: Tensor, history: Tensor, rows: Ragged, *, advance: bool) -> Tensor:
-    """SiLU of the depthwise causal convolution of x [N, channels] with weight [taps, channels] (newest tap last).
-    `advance` moves the history on; a verify step leaves it."""
-    return cast(Tensor, route("gdn", x).causal_conv(x, weight, history, rows, advance=advance))
+def mix(
+    x: Tensor, a: Tensor, b: Tensor, weight: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, history: Tensor,
+    rows: Ragged, *, advance: bool,
+) -> tuple[Tensor, Record | None]:  # fmt: skip
+    """o [N, Hv, Dv] from x [N, channels] and the raw gate projections a, b [N, Hv].
 
-
-def delta_rule(
-    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, rows: Ragged, *, advance: bool
-) -> Tensor:
-    """o [N, Hv, Dv] from the convolved qkv [N, channels] and the raw gate projections a, b [N, Hv].
-
-    With alpha = exp(-exp(a_log) softplus(a + dt_bias)), beta = sigmoid(b), q and k L2-normalised:
+    [q | k | v] = SiLU of the depthwise causal convolution of x with weight [taps, channels] (newest tap last). With
+    alpha = exp(-exp(a_log) softplus(a + dt_bias)), beta = sigmoid(b), q and k L2-normalised:
     S <- alpha S; u = beta (v - S k); S <- S + u k^T; o = S q / sqrt(Dk).
-    `advance` writes the last state back. A step that does not (verify), and rows of one token, run the recurrence token
-    by token, so that a column is computed as plain decode computes it; longer rows may run in chunks.
+    `advance` moves state and history on. A step that does not (verify) returns what `fold` needs; it and rows of one
+    token run token by token, so that a column is computed as plain decode computes it; longer rows may run in chunks.
     """
-    step = route("gdn", qkv).delta_rule(qkv, a, b, a_log, dt_bias, state, rows, advance=advance)
-    return cast(Tensor, step)
+    step = route("gdn", x).mix(x, a, b, weight, a_log, dt_bias, state, history, rows, advance=advance)
+    return cast(tuple[Tensor, Record | None], step)
 
 
 def fold(

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longlane.kernels.gdn.shared import SHORT, heads, log_decay, unit
+from longlane.kernels.gdn.shared import SHORT, log_decay, unit
 from longlane.kernels.launch import properties
 from longlane.kernels.ragged import Ragged
 
@@ -132,9 +132,11 @@ def _walk(
 def chunked(
     qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, rows: Ragged, out: Tensor
 ) -> None:
-    shape, tokens = heads(qkv, state), qkv.shape[0]
+    tokens, channels = qkv.shape
     assert a.stride() == b.stride() == (a.stride(0), 1), (a.stride(), b.stride())
     value_heads, value_dim, key_dim = state.shape[1:]
+    repeat = 2 * value_heads * key_dim // (channels - value_heads * value_dim)
+    shape = {"HV": value_heads, "DV": value_dim, "DK": key_dim, "BLOCK_K": triton.next_power_of_2(key_dim)}
     # Operands of products in the dtype of qkv, sums and the carried state in float32; float32 operands are for tests.
     precision = "tf32" if qkv.dtype == torch.bfloat16 else "ieee"
 
@@ -145,12 +147,13 @@ def chunked(
     parts.append(scratch(1, torch.float32))
     chunks = triton.cdiv(max(rows.lengths()), CHUNK.value)
     _solve[(chunks, value_heads, rows.rows)](
-        qkv, a, b, a_log, dt_bias, rows.starts, *parts, qkv.shape[1], a.stride(0),
-        BLOCK_V=max(16, triton.next_power_of_2(value_dim)), SHORT=SHORT, PRECISION=precision, num_warps=4, **shape,
+        qkv, a, b, a_log, dt_bias, rows.starts, *parts, channels, a.stride(0),
+        REPEAT=repeat, BLOCK_V=triton.next_power_of_2(value_dim), SHORT=SHORT, PRECISION=precision,
+        num_warps=4, **shape,
     )  # fmt: skip
     values, stages = 32, 2 if properties(qkv).shared_bytes >= 160 << 10 else 1
     _walk[(triton.cdiv(value_dim, values), value_heads, rows.rows)](
         state, rows.starts, rows.contexts, rows.slots, *parts, out,
-        HV=value_heads, DV=value_dim, DK=key_dim, BLOCK_K=shape["BLOCK_K"], VALUES=values, SHORT=SHORT,
-        PRECISION=precision, num_warps=4, num_stages=stages if qkv.dtype == torch.bfloat16 else 1,
+        VALUES=values, SHORT=SHORT, PRECISION=precision,
+        num_warps=4, num_stages=stages if qkv.dtype == torch.bfloat16 else 1, **shape,
     )  # fmt: skip

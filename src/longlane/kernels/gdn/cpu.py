@@ -1,5 +1,7 @@
 """CPU route: the recurrence for decode and verify, chunks of 64 in WY form for prefill."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -11,17 +13,23 @@ from longlane.kernels.ragged import Ragged
 _CHUNK = 64
 
 
+def mix(
+    x: Tensor, a: Tensor, b: Tensor, weight: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, history: Tensor,
+    rows: Ragged, *, advance: bool,
+) -> tuple[Tensor, Record | None]:  # fmt: skip
+    qkv = causal_conv(x, weight, history, rows, advance=advance)
+    out = delta_rule(qkv, a, b, a_log, dt_bias, state, rows, advance=advance)
+    return out, None if advance else Record(x, qkv, a, b)
+
+
 def causal_conv(x: Tensor, weight: Tensor, history: Tensor, rows: Ragged, *, advance: bool) -> Tensor:
-    past = _initial(history, rows).transpose(1, 2)
+    past = _past(history, rows)
     out = torch.empty_like(x)
-    kept = []
     for first, count, start, end in _runs(rows):
-        piece = x[start:end].view(count, -1, x.shape[1])
-        window = torch.cat((past[first : first + count], piece), dim=1)
+        window = torch.cat((past[first : first + count], x[start:end].view(count, -1, x.shape[1])), dim=1)
         out[start:end] = _convolve(window, weight).flatten(0, 1)
-        kept.append(window[:, 1 - weight.shape[0] :])
     if advance:
-        history.index_copy_(0, rows.slots, torch.cat(kept).transpose(1, 2))
+        _remember(history, x, rows, rows.lengths())
     return out
 
 
@@ -68,11 +76,7 @@ def fold(
         _update(s, kt, vt, alpha.where(live, 1.0), strength.where(live, 0.0))
         _round(s, state.dtype)
     state.index_copy_(0, rows.slots, s.to(state.dtype))
-
-    past = _initial(history, rows).transpose(1, 2)
-    window = torch.cat((past, _by_row(record.x, rows).to(past.dtype)), dim=1)
-    kept = accepted[:, None] + torch.arange(past.shape[1], device=accepted.device)
-    history.index_copy_(0, rows.slots, window[torch.arange(rows.rows)[:, None], kept].transpose(1, 2))
+    _remember(history, record.x, rows, accepted.tolist())
 
 
 def _heads(qkv: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,13 +91,36 @@ def _heads(qkv: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, qkv[:, -value:].reshape(-1, value_heads, value_dim)
 
 
-def _initial(cache: Tensor, rows: Ragged) -> Tensor:
-    """Copy of the rows' entries of a state or history, zeros for rows that begin."""
-    entries = cache.index_select(0, rows.slots)
+def _initial(state: Tensor, rows: Ragged) -> Tensor:
+    """Copy of the rows' states, zeros for rows that begin."""
+    entries = state.index_select(0, rows.slots)
     for row, context in enumerate(rows.context):
         if context == 0:
             entries[row] = 0
     return entries
+
+
+def _past(history: Tensor, rows: Ragged) -> Tensor:
+    """[R, taps - 1, C]: the inputs before each row's first token, zeros before the first of all."""
+    taps = history.shape[1]
+    positions = [range(context - taps + 1, context) for context in rows.context]
+    entries = history[rows.slots[:, None], torch.tensor(positions).remainder_(taps)]
+    for row, context in enumerate(rows.context):
+        entries[row, : max(0, taps - 1 - context)] = 0
+    return entries
+
+
+def _remember(history: Tensor, x: Tensor, rows: Ragged, counts: Sequence[int]) -> None:
+    """Keep the last inputs among the first counts[r] tokens of each row."""
+    taps = history.shape[1]
+    kept = [
+        (slot, (context + t) % taps, start + t)
+        for slot, (start, _, context), count in zip(rows.slots.tolist(), rows.spans(), counts, strict=True)
+        for t in range(max(0, count - taps), count)
+    ]
+    if kept:
+        slots, lines, tokens = torch.tensor(kept).unbind(1)
+        history[slots, lines] = x[tokens].to(history.dtype)
 
 
 def _by_row(x: Tensor, rows: Ragged) -> Tensor:

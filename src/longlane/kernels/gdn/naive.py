@@ -11,17 +11,27 @@ from longlane.kernels.gdn.record import Record
 from longlane.kernels.ragged import Ragged
 
 
+def mix(
+    x: Tensor, a: Tensor, b: Tensor, weight: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, history: Tensor,
+    rows: Ragged, *, advance: bool,
+) -> tuple[Tensor, Record | None]:  # fmt: skip
+    qkv = causal_conv(x, weight, history, rows, advance=advance)
+    out = delta_rule(qkv, a, b, a_log, dt_bias, state, rows, advance=advance)
+    return out, None if advance else Record(x, qkv, a, b)
+
+
 def causal_conv(x: Tensor, weight: Tensor, history: Tensor, rows: Ragged, *, advance: bool) -> Tensor:
+    """SiLU of the convolution; `advance` moves the history on."""
     taps = weight.shape[0]
     out = torch.empty_like(x)
     for row, (start, end, context) in enumerate(rows.spans()):
-        slot = int(rows.slots[row])
-        past = history[slot].T if context else torch.zeros_like(history[slot].T)
-        window = torch.cat((past.to(weight.dtype), x[start:end].to(weight.dtype)))
+        ring = history[int(rows.slots[row])]
+        past = [ring[p % taps] if p >= 0 else torch.zeros_like(ring[0]) for p in range(context - taps + 1, context)]
+        window = torch.cat((torch.stack(past).to(weight.dtype), x[start:end].to(weight.dtype)))
         for i in range(end - start):
             out[start + i] = functional.silu((window[i : i + taps] * weight).sum(0)).to(x.dtype)
         if advance:
-            history[slot] = window[-(taps - 1) :].T.to(history.dtype)
+            _remember(ring, x[start:end], context)
     return out
 
 
@@ -33,6 +43,7 @@ def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor,
 def delta_rule(
     qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, rows: Ragged, *, advance: bool
 ) -> Tensor:
+    """o from the convolved qkv; `advance` writes the last state back."""
     out = torch.empty(qkv.shape[0], *state.shape[1:3], dtype=qkv.dtype, device=qkv.device)
     for row, (start, end, context) in enumerate(rows.spans()):
         slot = int(rows.slots[row])
@@ -52,12 +63,15 @@ def fold(
         if not count:
             continue
         s = state[slot].clone() if context else torch.zeros_like(state[slot])
-        past = history[slot] if context else torch.zeros_like(history[slot])
         for i in range(start, start + count):
             _, s = _step(record.qkv[i], record.a[i], record.b[i], a_log, dt_bias, s)
         state[slot] = s
-        window = torch.cat((past, record.x[start : start + count].T.to(history.dtype)), dim=1)
-        history[slot] = window[:, count:]
+        _remember(history[slot], record.x[start : start + count], context)
+
+
+def _remember(ring: Tensor, x: Tensor, context: int) -> None:
+    for position, value in enumerate(x, context):
+        ring[position % len(ring)] = value
 
 
 def _step(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

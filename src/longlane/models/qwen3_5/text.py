@@ -76,7 +76,7 @@ def cache_spec(config: Qwen35Config, *, mtp: bool) -> CacheSpec:
         gdn_value_dim=config.linear_value_head_dim,
         gdn_key_dim=config.linear_key_head_dim,
         conv_channels=config.channels,
-        conv_history=config.linear_conv_kernel_dim - 1,
+        conv_history=config.linear_conv_kernel_dim,
         hidden=config.hidden_size,
     )
 
