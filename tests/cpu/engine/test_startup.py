@@ -1,5 +1,6 @@
 """From flags to an engine: what is chosen, what is allocated, what is refused."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,3 +145,20 @@ def test_a_model_that_computes_nonsense_does_not_get_ready(monkeypatch):
     monkeypatch.setattr(startup, "load_model", broken)
     with pytest.raises(LonglaneError, match="a first request failed"):
         load(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "cores", "threads"),
+    [
+        (None, "cpu", 16, 16),
+        (3, "cpu", 16, 3),
+        (3, "cuda", 16, 3),
+        (None, "cuda", 16, 8),
+        (None, "cuda", 96, 8),
+        (None, "cuda", 1, 1),
+    ],
+)
+def test_threads_beside_a_card_leave_cores_to_others(monkeypatch, asked, device, cores, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    assert startup.host_threads(asked, torch.device(device)) == threads
