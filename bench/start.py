@@ -59,6 +59,7 @@ def main() -> None:
             began = time.perf_counter()
             make_model(path, args.geometry, args.device) if args.geometry else make(path, args.make)
             print(f"{path.stat().st_size / 1e9:.2f} GB written in {time.perf_counter() - began:.1f} s", flush=True)
+        torch.set_num_threads(startup.host_threads(None, torch.device(args.device)))
         if args.rounds:
             report(path, torch.device(args.device), args.rounds)
         if args.geometry:
