@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from openai import OpenAI
 
-from longlane.api.app import create_app
 from longlane.api.engine import Engine
 from longlane.api.request_log import RequestLog
 from longlane.api.sampling import SamplingDefaults
@@ -65,8 +63,7 @@ def serving(
         sampling=SamplingDefaults.of(frontend.generation, server_config),
     )
     sock = listen("127.0.0.1", 0)
-    app = create_app(state)
-    http = HttpServer(uvicorn.Config(app, http="httptools", lifespan="off", log_config=None, access_log=False))
+    http = HttpServer(state)
     loops: queue.Queue[asyncio.AbstractEventLoop] = queue.Queue()
 
     async def main() -> None:

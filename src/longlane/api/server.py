@@ -24,11 +24,38 @@ KEEP_ALIVE_S = 75
 
 
 class HttpServer(uvicorn.Server):
-    """Without signal handlers of its own: uvicorn's raise the signal again at the end, which is no exit status 0."""
+    """The application behind uvicorn, without uvicorn's signal handlers: they raise the signal again at the end, which
+    is no exit status 0."""
+
+    def __init__(self, application: ServerState, grace_s: float = GRACE_S) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(application),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(grace_s) + 2,
+            )
+        )
+        self._application = application
+        self._grace_s = grace_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def leave(self) -> None:
+        """Take no connection and no request any more; what runs may finish within the grace. The second time, end it
+        at once."""
+        if self._application.draining:
+            self._application.end_running()
+            self.force_exit = True
+        self._application.draining = self.should_exit = True
+        asyncio.get_running_loop().call_later(self._grace_s, self._application.end_running)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -63,30 +90,9 @@ async def serve(
     At the first signal no connection and no request is taken any more; what runs may finish within `grace_s` and is
     then ended with an error of its own. A second signal does not wait.
     """
-    http = HttpServer(
-        uvicorn.Config(
-            create_app(server),
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(grace_s) + 2,
-        )
-    )
-    loop = asyncio.get_running_loop()
-
-    def leave() -> None:
-        if server.draining:
-            server.end_running()
-            http.force_exit = True
-        server.draining = http.should_exit = True
-        loop.call_later(grace_s, server.end_running)
-
+    http = HttpServer(server, grace_s)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, leave)
+        asyncio.get_running_loop().add_signal_handler(number, http.leave)
     serving = asyncio.create_task(http.serve(sockets=[sock]))
     loading = asyncio.create_task(server.engine.start(progress))
     try:

@@ -121,37 +121,49 @@ def open_directory(
     """
     source = Checkpoint(path)
     config = text_config(source.config, path)
-    prefix = sources.text_prefix(source)
-    stacked = any(name.endswith("experts.gate_up_proj") for name in source.tensors)
+    prefix, stacked = sources.text_prefix(source), sources.has_stacked_experts(source)
     weights = "bf16" if mode == "auto" else mode
     components, shapes = _promised(source, config, prefix, stacked, strict)
     sources.check(source, shapes, tied=config["tie_word_embeddings"])
-    resources = open_resources(path).files()
-
-    def items(section: inventory.Section, parts: dict[str, Parts], checkpoint: Checkpoint = source) -> list[Item]:
+    opened = dict.fromkeys(components, source)
+    if dflash2:
+        opened["dflash2"] = _drafter(dflash2, config)
+        components["dflash2"] = opened["dflash2"].config
+    found: dict[str, list[Item]] = {}
+    for section, parts in _recipes(components, prefix, stacked).items():
         others = {name: components.get(name) for name in ("vision", "dflash2")}
         stored = inventory.inventory(config, [section], weights=weights, identity=identity, **others)
-        return [recipe.read(checkpoint, entry, parts[entry.name]) for entry in stored]
-
-    found = items("text", recipe.text(config, prefix, stacked))
+        found[section] = [recipe.read(opened[section], entry, parts[entry.name]) for entry in stored]
+    resources = open_resources(path).files()
     if draft_head:
-        ids = draft_head.token_ids(config["vocab_size"], resources)
         head = sources.HEAD if sources.HEAD in shapes else f"{prefix}embed_tokens.weight"
-        found += recipe.draft_head(source, head, ids, inventory.choose_format("text/draft_head", weights, sparse=False))
-    if "mtp" in components:
-        found += items("mtp", recipe.mtp(config, stacked))
-    if "vision" in components:
-        found += items("vision", recipe.vision(components["vision"]))
-    drafter = Checkpoint(dflash2) if dflash2 else None
-    if drafter:
-        components["dflash2"] = drafter.config
-        sources.check(drafter, sources.dflash2_shapes(drafter.config, config, drafter.path))
-        found += items("dflash2", recipe.dflash2(drafter.config), drafter)
-    read = [source, drafter] if drafter else [source]
+        form = inventory.choose_format("text/draft_head", weights, sparse=False)
+        found["text"] += recipe.draft_head(source, head, draft_head.token_ids(config["vocab_size"], resources), form)
+    read = list(dict.fromkeys(opened.values()))
     side_files = [file for checkpoint in read for file in checkpoint.side_files]
     weight_files = [file for checkpoint in read for file in checkpoint.weight_files]
     notes = [NO_COUNTS] if draft_head and not (draft_head.counts or draft_head.text) else []
-    return Model(path.resolve().name, HF_RECIPE, components, found, resources, side_files, weight_files, notes)
+    items = [item for section in found.values() for item in section]
+    return Model(path.resolve().name, HF_RECIPE, components, items, resources, side_files, weight_files, notes)
+
+
+def _drafter(path: Path, target: dict[str, Any]) -> Checkpoint:
+    drafter = Checkpoint(path)
+    sources.check(drafter, sources.dflash2_shapes(drafter.config, target, path))
+    return drafter
+
+
+def _recipes(components: dict[str, Any], prefix: str, stacked: bool) -> dict[inventory.Section, dict[str, Parts]]:
+    """By component, in file order: what each object is made of."""
+    text = components["text"]
+    made: dict[inventory.Section, dict[str, Parts]] = {"text": recipe.text(text, prefix, stacked)}
+    if "mtp" in components:
+        made["mtp"] = recipe.mtp(text, stacked)
+    if "vision" in components:
+        made["vision"] = recipe.vision(components["vision"])
+    if "dflash2" in components:
+        made["dflash2"] = recipe.dflash2(components["dflash2"])
+    return made
 
 
 def _promised(

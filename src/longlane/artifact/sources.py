@@ -42,6 +42,11 @@ def text_prefix(checkpoint: Checkpoint) -> str:
     return nested if any(name.startswith(nested) for name in checkpoint.tensors) else "model."
 
 
+def has_stacked_experts(checkpoint: Checkpoint) -> bool:
+    """Whether the experts of a layer are one tensor each of gate + up and down, as newer checkpoints have them."""
+    return any(name.endswith("experts.gate_up_proj") for name in checkpoint.tensors)
+
+
 def text_shapes(config: dict[str, Any], prefix: str, stacked_experts: bool) -> Shapes:
     """The language model without MTP. `prefix` is "model." or "model.language_model."."""
     hidden = config["hidden_size"]
@@ -99,20 +104,7 @@ def vision_shapes(config: dict[str, Any], path: Path) -> Shapes:
 
 def dflash2_shapes(config: dict[str, Any], target: dict[str, Any], path: Path) -> Shapes:
     """`config` is the drafter's own `config.json` in `path`, `target` the text configuration it drafts for."""
-    draft = config.get("dflash_config")
-    counts = [config.get(key) for key in DRAFTER_KEYS]
-    if isinstance(draft, dict) and isinstance(draft.get("target_layer_ids"), list):
-        counts += [len(draft["target_layer_ids"]), *(draft.get(key) for key in DFLASH_KEYS)]
-    else:
-        counts.append(None)
-    if not all(map(_is_count, counts)):
-        raise CheckpointError(f"{path / 'config.json'} is not that of a DFlash2 drafter; pass its directory, unchanged")
-    for key in ("hidden_size", "vocab_size"):
-        if config[key] != target[key]:
-            raise CheckpointError(
-                f"{path / 'config.json'}: {key} {config[key]} does not fit the target's {target[key]}; "
-                "use the drafter that was trained for this model"
-            )
+    _check_drafter(config, target, path)
     hidden, inter, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, key = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     draft = config["dflash_config"]
@@ -142,6 +134,23 @@ def dflash2_shapes(config: dict[str, Any], target: dict[str, Any], path: Path) -
     for layer in range(config["num_hidden_layers"]):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in per_layer.items()}
     return shapes
+
+
+def _check_drafter(config: dict[str, Any], target: dict[str, Any], path: Path) -> None:
+    draft = config.get("dflash_config")
+    counts = [config.get(key) for key in DRAFTER_KEYS]
+    if isinstance(draft, dict) and isinstance(draft.get("target_layer_ids"), list):
+        counts += [len(draft["target_layer_ids"]), *(draft.get(key) for key in DFLASH_KEYS)]
+    else:
+        counts.append(None)
+    if not all(map(_is_count, counts)):
+        raise CheckpointError(f"{path / 'config.json'} is not that of a DFlash2 drafter; pass its directory, unchanged")
+    for key in ("hidden_size", "vocab_size"):
+        if config[key] != target[key]:
+            raise CheckpointError(
+                f"{path / 'config.json'}: {key} {config[key]} does not fit the target's {target[key]}; "
+                "use the drafter that was trained for this model"
+            )
 
 
 def _is_count(value: Any) -> bool:

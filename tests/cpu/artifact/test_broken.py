@@ -284,7 +284,7 @@ def test_loading_goes_on_without_what_only_speculation_and_images_need(
 def test_a_full_disk_is_noticed_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "hf", DENSE)
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("longlane.artifact.writer.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("longlane.artifact.file_set.shutil.disk_usage", lambda _: usage)
     with pytest.raises(LonglaneError, match="1000 free; make room"):
         convert(tmp_path / "hf", tmp_path / "out.ninfer", Options(), quiet=True)
     assert not list(tmp_path.glob("*out*"))
