@@ -5,15 +5,16 @@ other token, memory flat.
 
 Without a geometry it is the tiny hybrid over real text, whose drafts are accepted; with one, random weights and ids.
 Four in five prompts are short, the rest long; half of the requests are greedy, half are drawn with a seed of their own;
-one in ten is cancelled on its way, and so is what is open at the end. A second process runs every `--eager-every`-th
-request meanwhile, without graphs, which is several times slower; what both ended is compared. Chunks are as long as
-they may be, whatever was measured, without which a prompt would be rounded otherwise each time; prefixes are not shared
-for the same reason.
+one in ten is cancelled on its way, and so is what is open at the end, which SIGTERM brings early. A second process runs
+every `--eager-every`-th request meanwhile, without graphs, which is several times slower; what both ended is compared.
+Chunks are as long as they may be, whatever was measured, without which a prompt would be rounded otherwise each time;
+prefixes are not shared for the same reason.
 """
 
 import argparse
 import json
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -84,12 +85,14 @@ class Soak:
         self._engine, self._source, self._lanes = engine, source, lanes
         self._ledger = (out.with_suffix(".jsonl") if out else Path("/dev/null")).open("w")
         self._open: dict[str, Case] = {}
+        self._told_to_end = False
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_told_to_end", True))
         self.ended: list[Case] = []
         self.samples: list[dict[str, Any]] = []
 
     def run(self, seconds: float) -> None:
         began = time.perf_counter()
-        while (now := time.perf_counter() - began) < seconds:
+        while (now := time.perf_counter() - began) < seconds and not self._told_to_end:
             if now >= len(self.samples) * SAMPLE_S:
                 self._sample(now)
             while len(self._open) < self._lanes + 2:
@@ -123,7 +126,8 @@ class Soak:
     def _end(self, case: Case, timings: Timings) -> None:
         case.timings = timings
         self.ended.append(case)
-        print(json.dumps([case.request.id, case.cancelled, case.tokens]), file=self._ledger, flush=True)
+        asked = len(case.request.token_ids), case.request.sampling.temperature
+        print(json.dumps([case.request.id, case.cancelled, case.tokens, *asked]), file=self._ledger, flush=True)
 
     def _sample(self, at_s: float) -> None:
         stats = self._engine.stats(check=True)
@@ -142,7 +146,7 @@ class Soak:
 
 def compare(one: Path, other: Path) -> dict[str, Any]:
     """What two ledgers say of the requests that both have. Of a cancelled one, more or less was under way."""
-    first, second = ({row[0]: row[1:] for row in map(json.loads, path.open())} for path in (one, other))
+    first, second = ({row[0]: row[1:3] for row in map(json.loads, path.open())} for path in (one, other))
     both = sorted(first.keys() & second.keys(), key=int)
     tokens, different = 0, []
     for id in both:
@@ -192,7 +196,7 @@ def main() -> None:
     parser.add_argument("--geometry", default=None)
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--lanes", type=int, default=4)
-    parser.add_argument("--longest", type=int, default=32_768, help="prompt tokens")
+    parser.add_argument("--longest", type=int, default=31_744, help="prompt tokens")
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--eager-every", type=int, default=8, help="0: no second process")
     parser.add_argument("--eager", action="store_true", help="be the second process")
