@@ -17,24 +17,19 @@ from longlane.kernels.gdn.shared import geometry, log_decay, remember, silu
 from longlane.kernels.launch import properties
 from longlane.kernels.ragged import Ragged
 
-# Value rows of the state that a program holds, and its warps: sums over keys never leave a warp.
-_VALUES, _WARPS = 8, 1
-
 
 @triton.jit
 def _update(s, q, k, v, a, b, log_rate, bias):
     """One token with raw gates a, b into the rows of one head's state s [V, BLOCK_K]: (next s, o [V] times sqrt(DK)).
-    q, k [1, BLOCK_K] are not normalised yet; v, its first V columns. All sums are of what is there before the update,
-    so that none waits for another: with lengths taken out, S' q = alpha S q + (k . q) u."""
-    here = tl.arange(0, s.shape[1])[None, :] == tl.arange(0, s.shape[0])[:, None]
+    q, k [1, BLOCK_K] are not normalised yet; v [V]. All sums are of what is there before the update, so that none waits
+    for another: with lengths taken out, S' q = alpha S q + (k . q) u."""
     recalled, seen = tl.sum(s * k, axis=1), tl.sum(s * q, axis=1)
-    value = tl.sum(tl.where(here, v, 0.0), axis=1)
     k_unit, q_unit = tl.rsqrt(tl.sum(k * k) + 1e-6), tl.rsqrt(tl.sum(q * q) + 1e-6)
-    both = tl.sum(k * q)
     alpha = tl.exp(log_decay(a, log_rate, bias))
-    u = (value - alpha * k_unit * recalled) / (1 + tl.exp(-b)) * k_unit
+    u = (v - alpha * k_unit * recalled) / (1 + tl.exp(-b)) * k_unit
     # Said as such, so that every kernel rounds it in the same place.
-    return tl.fma(s, tl.zeros_like(s) + alpha, u[:, None] * k), q_unit * (alpha * seen + u * both)
+    after = tl.fma(s, tl.zeros_like(s) + alpha, u[:, None] * k)
+    return after, q_unit * (alpha * seen + u * tl.sum(k * q))
 
 
 @triton.jit
@@ -42,24 +37,15 @@ def _place(
     part, head, HV: tl.constexpr, REPEAT: tl.constexpr, DV: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Of a program: its channels of q, k and v, each [1, BLOCK_K], which of (keys, values) there are, which of them it
-    alone has to write, and which elements of its rows of the state there are."""
-    i, first = tl.arange(0, BLOCK_K)[None, :], part * VALUES
+    """Of a program: its channels of q, k [1, BLOCK_K] and v [V], which of (keys, values) there are, which of them it
+    alone has to write, where its rows lie in a state [V, BLOCK_K], and which elements of them there are."""
+    i, value = tl.arange(0, BLOCK_K)[None, :], part * VALUES + tl.arange(0, VALUES)
     KEY: tl.constexpr = HV // REPEAT * DK
     q = head // REPEAT * DK + i
-    of_key, of_value = i < DK, (i < VALUES) & (first + i < DV)
+    of_key, of_value = i < DK, value < DV
     owns_key = of_key & (part == 0) & (head % REPEAT == 0)
-    inside = (first + tl.arange(0, VALUES) < DV)[:, None] & of_key
-    return (q, KEY + q, 2 * KEY + head * DV + first + i), (of_key, of_value), (owns_key, of_value), inside
-
-
-@triton.jit
-def _rows_of_state(
-    state, slot, part, head, HV: tl.constexpr, DV: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
-    VALUES: tl.constexpr,
-):  # fmt: skip
-    value = part * VALUES + tl.arange(0, VALUES)
-    return state + ((slot * HV + head) * DV + value)[:, None] * DK + tl.arange(0, BLOCK_K)[None, :]
+    place, inside = (head * DV + value)[:, None] * DK + i, of_value[:, None] & of_key
+    return (q, KEY + q, 2 * KEY + head * DV + value), (of_key, of_value), (owns_key, of_value), place, inside
 
 
 @triton.jit
@@ -105,15 +91,15 @@ def _step(
     """VALUES rows of one head's state over the tokens of one row. ADVANCE keeps the last state, and where all rows are
     SINGLE tokens their inputs: the ring has room for one that nobody reads. Else the convolved qkv is written."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    channels, masks, owned, inside = _place(part, head, HV, REPEAT, DV, DK, BLOCK_K, VALUES)
+    channels, masks, owned, place, inside = _place(part, head, HV, REPEAT, DV, DK, BLOCK_K, VALUES)
     log_rate, bias = tl.load(a_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
     start, context = tl.load(starts + row), tl.load(contexts + row)
     length = tl.load(starts + row + 1) - start
     slot = tl.load(slots + row).to(tl.int64)
     # No other kernel of the step writes this state or its history, so they are on their way before the kernel that
     # makes x has ended.
-    place = _rows_of_state(state, slot, part, head, HV, DV, DK, BLOCK_K, VALUES)
-    s = tl.load(place, mask=inside & (context > 0), other=0.0).to(tl.float32)
+    kept = state + slot * (HV * DV * DK) + place
+    s = tl.load(kept, mask=inside & (context > 0), other=0.0).to(tl.float32)
     taps, window = (), ()
     for tap in tl.static_range(TAPS):
         taps = taps + (_loaded(weight + tap * C, channels, masks),)  # type: ignore[assignment]
@@ -145,13 +131,12 @@ def _step(
             _stored(qkv + token * C, qkv_now, channels, owned)
         q, k, v = qkv_now
         s, o = _update(s, q, k, v, a_now, b_now, log_rate, bias)
-        value = part * VALUES + tl.arange(0, VALUES)
         o = (o / tl.sqrt(DK * 1.0)).to(out.dtype.element_ty)
-        tl.store(out + (token * HV + head) * DV + value, o, mask=value < DV)
+        tl.store(out + (token * HV + head) * DV + part * VALUES + tl.arange(0, VALUES), o, mask=masks[1])
         s = s.to(state.dtype.element_ty).to(tl.float32)
         token += 1
     if ADVANCE:
-        tl.store(place, s.to(state.dtype.element_ty), mask=inside)
+        tl.store(kept, s.to(state.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -162,12 +147,12 @@ def _fold(
 ):  # fmt: skip
     """`_step` over the first `accepted` tokens of a row, whose convolution was kept, without an output."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    channels, masks, owned, inside = _place(part, head, HV, REPEAT, DV, DK, BLOCK_K, VALUES)
+    channels, masks, owned, place, inside = _place(part, head, HV, REPEAT, DV, DK, BLOCK_K, VALUES)
     log_rate, bias = tl.load(a_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
     start, context = tl.load(starts + row), tl.load(contexts + row)
     slot = tl.load(slots + row).to(tl.int64)
-    place = _rows_of_state(state, slot, part, head, HV, DV, DK, BLOCK_K, VALUES)
-    s = tl.load(place, mask=inside & (context > 0), other=0.0).to(tl.float32)
+    kept = state + slot * (HV * DV * DK) + place
+    s = tl.load(kept, mask=inside & (context > 0), other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -181,9 +166,18 @@ def _fold(
         a_now, b_now = tl.load(a + token * gate_stride + head), tl.load(b + token * gate_stride + head)
         s, _ = _update(s, k, k, v, a_now.to(tl.float32), b_now.to(tl.float32), log_rate, bias)
         s = s.to(state.dtype.element_ty).to(tl.float32)
-    tl.store(place, s.to(state.dtype.element_ty), mask=inside)
+    tl.store(kept, s.to(state.dtype.element_ty), mask=inside)
     for i in tl.static_range(3):
         remember(x, history, slot, start, count, context, channels[i], owned[i // 2], x_stride, C, TAPS)
+
+
+def _values(rows: int, columns: int) -> int:
+    """Value rows of a state that a program, one warp, holds; their sums never leave it, and have the same bits however
+    many there are. What a program does for all its rows, the convolution of the keys, costs time where there are many;
+    one after the other, columns of few rows are the faster the less a program has to do."""
+    if columns == 1:
+        return 8
+    return 4 if rows == 1 else 8 if rows == 2 else 16
 
 
 def step(
@@ -196,11 +190,13 @@ def step(
     assert a.stride() == b.stride() == (a.stride(0), 1), (a.stride(), b.stride())
     assert weight.is_contiguous()
     qkv = x if advance else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _step[(triton.cdiv(shape["DV"], _VALUES), shape["HV"], rows.rows)](
+    columns = max(rows.lengths())
+    values = _values(rows.rows, columns)
+    _step[(triton.cdiv(shape["DV"], values), shape["HV"], rows.rows)](
         x, weight, a, b, a_log, dt_bias, state, history, rows.starts, rows.contexts, rows.slots, qkv, out, x.stride(0),
         x.shape[1], a.stride(0), longest,
-        VALUES=_VALUES, ADVANCE=advance, SINGLE=max(rows.lengths()) == 1, PDL=pdl,
-        num_warps=_WARPS, launch_pdl=pdl, **shape,
+        VALUES=values, ADVANCE=advance, SINGLE=columns == 1, PDL=pdl,
+        num_warps=1, launch_pdl=pdl, **shape,
     )  # fmt: skip
     return qkv
 
@@ -210,8 +206,9 @@ def fold(
 ) -> None:
     x, a = record.x, record.a
     shape, pdl = geometry(x, state, history), properties(x).dependent_launch
-    _fold[(triton.cdiv(shape["DV"], _VALUES), shape["HV"], rows.rows)](
+    values = _values(rows.rows, 2)
+    _fold[(triton.cdiv(shape["DV"], values), shape["HV"], rows.rows)](
         x, record.qkv, a, record.b, a_log, dt_bias, state, history, rows.starts, rows.contexts, rows.slots, accepted,
         x.stride(0), x.shape[1], a.stride(0),
-        VALUES=_VALUES, PDL=pdl, num_warps=_WARPS, launch_pdl=pdl, **shape,
+        VALUES=values, PDL=pdl, num_warps=1, launch_pdl=pdl, **shape,
     )  # fmt: skip
