@@ -1,27 +1,22 @@
 """`longlane convert`: a checkpoint into one artifact file."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
 
 from longlane.errors import ConfigError
 
+if TYPE_CHECKING:
+    from longlane.artifact.draft_head import DraftHead
+
 DIRECTORY: dict[str, Any] = {"exists": True, "file_okay": False}
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
+MAX_FILE_BYTES = 32_000_000_000
 
-
-class Weights(StrEnum):
-    GROUPWISE_INT = "groupwise-int"
-    INT8 = "int8"
-    BF16 = "bf16"
-
-
-class Container(StrEnum):
-    V2 = "v2"
-    V3 = "v3"
+Weights = Literal["groupwise-int", "int8", "bf16"]
+Container = Literal["v2", "v3"]
 
 
 def convert(
@@ -30,56 +25,61 @@ def convert(
     weights: Annotated[
         Weights | None, Option(help="4 to 8 bits by role (default), 8 for every matrix, or as they are.")
     ] = None,
-    container: Annotated[Container, Option(help="v2 only for the released models that it can name.")] = Container.V3,
+    container: Annotated[Container, Option(help="v2 only for the released models that it can name.")] = "v3",
     name: Annotated[str | None, Option(help="Public name of the model; for v2 the identity.")] = None,
     dflash2_model: Annotated[Path | None, Option(**DIRECTORY, help="Directory of a DFlash2 drafter to add.")] = None,
     draft_head_rows: Annotated[int | None, Option(min=1, help="Tokens of the reduced output head.")] = None,
     draft_counts: Annotated[Path | None, Option(**FILE, help="Occurrences of each token: int64 values.")] = None,
     draft_text: Annotated[Path | None, Option(**FILE, help="A UTF-8 text whose tokens are counted.")] = None,
-    max_file_bytes: Annotated[int, Option(min=1 << 20, help="Split v3 into files of at most so many bytes.")] = (
-        32_000_000_000
-    ),
+    max_file_bytes: Annotated[
+        int, Option(min=1 << 20, help="Split v3 into files of at most so many bytes.")
+    ] = MAX_FILE_BYTES,
     force: Annotated[bool, Option("--force", help="Replace an existing target.")] = False,
 ) -> None:
     """Write an artifact, and beside it a report of what it was made of and what the encoding cost.
 
     An artifact is copied into the other container version, its payload unchanged.
     """
-    from longlane.artifact import report
+    from longlane.artifact import convert as conversion
+    from longlane.artifact import locate, report
     from longlane.artifact.container import is_artifact
-    from longlane.artifact.convert import Options
-    from longlane.artifact.convert import convert as run
-    from longlane.artifact.draft_head import DraftHead
-    from longlane.artifact.locate import find
 
-    path = find(source)
+    path, draft_head = locate.find(source), _draft_head(draft_head_rows, draft_counts, draft_text)
     if is_artifact(path):
-        if weights or name or dflash2_model or draft_head_rows or draft_counts or draft_text:
-            raise ConfigError(
-                f"{path} is an artifact, which keeps its weights and its name: leave out all flags but --container, "
-                "--max-file-bytes and --force, or convert the original directory again"
-            )
-        _rewrite(path, target, container, max_file_bytes, force)
+        _refuse(path, weights, name, dflash2_model, draft_head)
+        _copy(path, target, container, max_file_bytes, force)
         return
-    draft_head = None
-    if draft_head_rows or draft_counts or draft_text:
-        draft_head = DraftHead(rows=draft_head_rows, counts=draft_counts, text=draft_text)
-    options = Options(
-        weights=(weights or Weights.GROUPWISE_INT).value,
-        container=container.value,
+    options = conversion.Options(
+        weights=weights or "groupwise-int",
+        container=container,
         name=name,
         dflash2_model=dflash2_model,
         draft_head=draft_head,
         force=force,
         max_file_bytes=max_file_bytes,
     )
-    typer.echo(report.summary(run(path, target, options)))
+    typer.echo(report.summary(conversion.convert(path, target, options)))
 
 
-def _rewrite(source: Path, target: Path, container: Container, max_file_bytes: int, force: bool) -> None:
+def _draft_head(rows: int | None, counts: Path | None, text: Path | None) -> "DraftHead | None":
+    from longlane.artifact.draft_head import DraftHead
+
+    return DraftHead(rows=rows, counts=counts, text=text) if rows or counts or text else None
+
+
+def _refuse(artifact: Path, *asked: object) -> None:
+    """An artifact keeps what these flags would change."""
+    if any(asked):
+        raise ConfigError(
+            f"{artifact} is an artifact, which keeps its weights and its name: leave out all flags but --container, "
+            "--max-file-bytes and --force, or convert the original directory again"
+        )
+
+
+def _copy(source: Path, target: Path, container: Container, max_file_bytes: int, force: bool) -> None:
     from longlane.artifact.container import Artifact
     from longlane.artifact.rewrite import rewrite
 
     with Artifact.open(source) as artifact:
-        rewrite(artifact, target, int(container.value[1:]), max_file_bytes=max_file_bytes, force=force)
-    typer.echo(f"{target}: container {container.value}, every object as in {source}")
+        rewrite(artifact, target, int(container[1:]), max_file_bytes=max_file_bytes, force=force)
+    typer.echo(f"{target}: container {container}, every object as in {source}")

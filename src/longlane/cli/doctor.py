@@ -75,7 +75,7 @@ def _plan(model: str, device: torch.device) -> MemoryPlan | str:
             PlanRequest(
                 device_bytes=device_bytes(device),
                 spec=cache_spec(config, mtp=False),
-                weights=weight_bytes(config, path, ["text"], None, None),
+                weights=weight_bytes(config, path, ["text"], "auto", None),
                 vocab_size=int(config["vocab_size"]),
                 width=activation_width(config),
                 dtype=dtype,
