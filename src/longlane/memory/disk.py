@@ -10,8 +10,9 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
@@ -107,11 +108,18 @@ def read_payload(path: Path, record: Record, buffers: Sequence[memoryview]) -> N
 class Disk:
     """The files of one model under `root`, at most `limit` bytes of them, and an index of what is whole.
 
-    Writes and reads run on a thread each; `collect` takes over what they finished. States go by least recent use, and
-    the pages that no state needs any more with them.
+    Writes and reads run on a worker each, a thread unless a test has others; `collect` takes over what they finished.
+    States go by least recent use, and the pages that no state needs any more with them.
     """
 
-    def __init__(self, root: Path, limit: int, model: bytes, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        limit: int,
+        model: bytes,
+        ledger: Ledger | None = None,
+        worker: Callable[[], Executor] = partial(ThreadPoolExecutor, 1, "disk"),
+    ) -> None:
         """Raises `ConfigError` when `root` cannot be written to."""
         self._root = root
         self._limit = limit
@@ -120,8 +128,7 @@ class Disk:
         self._size: dict[bytes, int] = {}
         self._bytes = 0
         self._writes: dict[bytes, tuple[Record, int, Future[None], Callable[[], None]]] = {}
-        self._writer = ThreadPoolExecutor(1, "disk-write")
-        self._reader = ThreadPoolExecutor(1, "disk-read")
+        self._writer, self._reader = worker(), worker()
         try:
             root.mkdir(parents=True, exist_ok=True)
             (root / f"{os.getpid()}.probe").touch()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from longlane.types import Request
 from support.conversations import Conversation, Turn, drain, serve, turns
-from support.toy_engine import Clock, Guesser, Log, build, oracle, settings
+from support.toy_engine import Clock, Guesser, Log, build, settings
 
 
 def check_warm_is_cold(

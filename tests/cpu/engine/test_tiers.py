@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ from longlane.types import Request, SamplingParams
 from support.checkpoints import SIZES, dense_weights, randomised
 from support.conversations import Conversation, Turn, drain, serve, turns
 from support.hash_model import VOCAB
+from support.late_executor import LateExecutor
 from support.random_checkpoint import write_side_files
 from support.toy_engine import Clock, Guesser, Log, arena, build, oracle, settings
 
@@ -86,9 +88,20 @@ def restorable(engine: Engine) -> set[tuple[str, bytes]]:
 
 
 def check(
-    work: list[Turn], *, system: int, lanes: int, slots: int, spare: int, drafts: int, host: tuple[int, int], disk: int
+    work: list[Turn],
+    *,
+    system: int,
+    lanes: int,
+    slots: int,
+    spare: int,
+    drafts: int,
+    host: tuple[int, int],
+    disk: int,
+    pace: float,
 ) -> None:
-    """Run `work` with a restart in the middle; `disk` is the bytes that the disk tier may use, 0 for none."""
+    """Run `work` with a restart in the middle; `disk` is the bytes that the disk tier may use, 0 for none, and `pace`
+    how likely a look finds its next task done."""
+    worker = partial(LateExecutor, random.Random(0), pace)
     talk = Conversation(system)
     wanted = [talk.request(index, turn) for index, turn in enumerate(work)]
     pages = -(-max(len(text) for text in talk.texts) // 64) + spare
@@ -105,7 +118,7 @@ def check(
                 clock=Clock(tick=0.001),
                 spare_slots=slots,
                 host=host,
-                disk=Disk(path, disk, MODEL, ledger) if disk else None,
+                disk=Disk(path, disk, MODEL, ledger, worker) if disk else None,
                 ledger=ledger,
             )
             for index in part:
@@ -130,21 +143,22 @@ case = given(
     drafts=st.sampled_from([0, 3]),
     host=st.tuples(st.integers(1, 20), st.integers(1, 5)),
     disk=st.sampled_from([0, 0, 20_000, 1 << 30]),
+    pace=st.sampled_from([0.05, 0.3, 1.0]),
 )
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 @case
 @examples(max_examples=40, deadline=None, suppress_health_check=slow)
-def test_warm_equals_cold(work, system, lanes, slots, spare, drafts, host, disk):
-    check(work, system=system, lanes=lanes, slots=slots, spare=spare, drafts=drafts, host=host, disk=disk)
+def test_warm_equals_cold(work, **machine):
+    check(work, **machine)
 
 
 @pytest.mark.nightly
 @case
 @examples(max_examples=300, deadline=None, suppress_health_check=slow)
-def test_warm_equals_cold_at_length(work, system, lanes, slots, spare, drafts, host, disk):
-    check(work, system=system, lanes=lanes, slots=slots, spare=spare, drafts=drafts, host=host, disk=disk)
+def test_warm_equals_cold_at_length(work, **machine):
+    check(work, **machine)
 
 
 def request(id: str, tokens: list[int], answer: int = 3) -> Request:
