@@ -95,6 +95,7 @@ def test_overlap_changes_no_token_of_a_request_that_ends():
 
 
 def test_capture_stays_within_the_plan(capsys):
+    """Only alone on the card: the driver tells what all processes hold."""
     free, reserved = [], []
 
     def look(loading):
