@@ -64,7 +64,8 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror}") from None
+        cure = "name an address of this machine, 127.0.0.1 for itself alone or 0.0.0.0 for all"
+        raise ConfigError(f"--host {host}: {error.strerror}; {cure}") from None
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)

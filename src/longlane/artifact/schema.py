@@ -128,20 +128,12 @@ class Resource(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"
     bytes: Positive
 
 
-class Tensor3(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="tensor"):
+class Tensor3(Tensor, frozen=True, forbid_unknown_fields=True, tag="tensor"):
     name: Id = msgspec.field(name="id")
-    shape: Shape
-    format: Id
-    layout: Id
-    offset: Natural
-    bytes: Positive
 
 
-class Resource3(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="resource"):
+class Resource3(Resource, frozen=True, forbid_unknown_fields=True, tag="resource"):
     name: Id = msgspec.field(name="id")
-    encoding: Id
-    offset: Natural
-    bytes: Positive
 
 
 class Identity(Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import longlane
-from longlane.errors import LonglaneError
+from longlane.errors import ConfigError, LonglaneError
 
 COMMANDS = {
     "serve": "Serve a model over HTTP.",
@@ -34,8 +34,9 @@ class Commands(TyperGroup):
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, load(name) if name in COMMANDS else command, rest
+        if args[0] not in COMMANDS:
+            raise ConfigError(f"there is no command {args[0]!r}; one of {', '.join(COMMANDS)}")
+        return args[0], load(args[0]), args[1:]
 
 
 def load(name: str) -> Any:

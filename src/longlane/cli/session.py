@@ -43,7 +43,7 @@ def _template(server: ServerConfig) -> str | None:
     try:
         return server.chat_template.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {server.chat_template}: {error}") from None
+        raise ConfigError(f"--chat-template {server.chat_template}: {error}; name a Jinja file in UTF-8") from None
 
 
 class LoadingBars:

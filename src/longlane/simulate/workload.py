@@ -55,7 +55,7 @@ def read_trace(path: Path) -> list[Ask]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError(f"--trace {path}: {error.strerror}") from error
+        raise ConfigError(f"--trace {path}: {error.strerror}; name a file of JSON lines, one request each") from error
     ids, asks = Ids(), []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
