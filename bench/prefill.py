@@ -8,6 +8,7 @@ bf16 products, measured in the same run.
 """
 
 import argparse
+import gc
 import json
 import time
 from pathlib import Path
@@ -79,6 +80,7 @@ def main() -> None:
             if arguments.out:
                 arguments.out.write_text(json.dumps({**header, "kv_dtype": arguments.kv_dtype, "results": results}))
         del engine
+        gc.collect()
 
 
 if __name__ == "__main__":
