@@ -53,6 +53,7 @@ class EngineConfig:
     threads: int | None = None
     cuda_graph: bool = True
     overlap: bool = True
+    concurrent_prefill: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""The engine on the card: graphs equal the eager run token for token, overlapped or not, and take what was planned."""
+"""The engine on the card: graphs equal the eager run token for token, overlapped or not, prefills beside decoding or in
+turn with it, and take what was planned."""
 
 import random
 from dataclasses import replace
@@ -10,6 +11,8 @@ import torch
 from longlane.config import EngineConfig
 from longlane.engine import startup
 from longlane.engine.loop import Engine
+from longlane.engine.partition import split
+from longlane.kernels.launch import multiprocessors
 from longlane.types import Request, SamplingParams
 from support.toy_engine import Clock, Log
 
@@ -28,7 +31,7 @@ CONFIG = EngineConfig(
 def load(config: EngineConfig) -> Engine:
     """On a clock that stands still: every chunk is as long as it may be, in any run."""
     engine, _ = startup.load(config, lambda loading: None)
-    engine._clock = Clock()
+    engine._clock = engine._book.clock = Clock()
     return engine
 
 
@@ -70,7 +73,8 @@ def serve(engine: Engine, asks: list[tuple[int, Request, int]], steps: int) -> L
 @cache
 def answers(lanes: int, graphs: bool, overlap: bool) -> tuple[dict, dict, int]:
     steps = 1000
-    engine = load(replace(CONFIG, max_concurrency=lanes, cuda_graph=graphs, overlap=overlap))
+    config = replace(CONFIG, max_concurrency=lanes, cuda_graph=graphs, overlap=overlap, concurrent_prefill=False)
+    engine = load(config)
     assert engine._runner.steps.graphed == graphs
     log = serve(engine, workload(lanes, steps), steps)
     ends = {id: (end.reason, end.timings.accepted_tokens) for id, end in log.finished.items()}
@@ -92,6 +96,45 @@ def test_overlap_changes_no_token_of_a_request_that_ends():
     logs = [serve(load(replace(CONFIG, overlap=overlap)), asks, 1500) for overlap in (True, False)]
     assert logs[0].tokens == logs[1].tokens
     assert len(logs[0].finished) == len(asks)
+
+
+def warmed(**changes: bool) -> Engine:
+    """One that knows what a token costs, so that chunks are as long whichever prompt is the first."""
+    engine = load(replace(CONFIG, **changes))
+    serve(engine, [(0, Request(id="first", token_ids=list(range(64)), max_tokens=2), 10**9)], 10)
+    return engine
+
+
+def test_prefills_beside_decoding_change_no_token():
+    asks = [(at, request, 10**9) for at, request, _ in workload(4, 200)]
+    engine, seen = warmed(), []
+    assert engine._policy.concurrent
+    engine.on_step(lambda step: seen.append((step["kind"], step["beside"])))
+    beside = serve(engine, asks, 2500)
+    assert {("prefill", True), ("verify", True), ("verify", False)} <= set(seen)
+    in_turn = serve(warmed(concurrent_prefill=False), asks, 2500)
+    assert beside.tokens == in_turn.tokens
+    assert len(beside.finished) == len(asks)
+
+
+@pytest.mark.parametrize("sms", [8, 40])
+def test_a_part_of_the_card_computes_what_the_whole_does(sms):
+    """The same products and the same sums, whichever multiprocessors do them."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    few, rest = split(device, sms)
+    total = torch.cuda.get_device_properties(device).multi_processor_count
+    assert sms <= few.sms < total
+    assert few.sms + rest.sms <= total
+    x, y = (torch.randn(1000, 1000, device=device, dtype=torch.bfloat16) for _ in range(2))
+    expected = x @ y
+    for part in (few, rest):
+        part.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(part.stream):
+            assert multiprocessors(x) == part.sms
+            got = x @ y
+        part.stream.synchronize()
+        assert torch.equal(got, expected)
+    assert multiprocessors(x) == total
 
 
 def test_capture_stays_within_the_plan(capsys):

@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from longlane.config import EngineConfig
+from longlane.engine.chunks import Lane
 from longlane.engine.loop import Engine
 from longlane.engine.runner import Runner
 from longlane.layers.batch import Caches
@@ -70,6 +72,36 @@ class Guesser:
         return drafts
 
 
+class PatientLane:
+    """In the place of a second stream: a chunk runs when somebody has asked `patience` times whether it is done, or
+    waits for it. 0 is as early as a device may be."""
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+
+    def submit(self, work: Callable[[], Tensor | None]) -> None:
+        self._work, self._left, self.done_already = work, self._patience, False
+        if not self._patience:
+            self.wait()
+
+    @property
+    def launching(self) -> bool:
+        return False
+
+    @property
+    def done(self) -> bool:
+        self._left -= 1
+        if self._left < 0:
+            self.wait()
+        return self.done_already
+
+    @torch.inference_mode()
+    def wait(self) -> Tensor | None:
+        if not self.done_already:
+            self._result, self.done_already = self._work(), True
+        return self._result
+
+
 def build(
     config: EngineConfig,
     *,
@@ -82,13 +114,15 @@ def build(
     disk: Disk | None = None,
     ledger: Ledger | None = None,
     overlap: bool = False,
+    beside: Lane | None = None,
 ) -> Engine:
     """`spare_slots` None runs without a prefix cache. host: rows for pages and states in the arena. `overlap` has steps
-    land when the next one is asked for, as on a card."""
+    land when the next one is asked for, as on a card; `beside` is where chunks run beside rounds."""
     slots = config.max_concurrency + (spare_slots or 0)
     caches = poisoned_caches(pages, slots)
     runner = Runner(model or HashModel(), caches, torch.device("cpu"), VOCAB)
     runner.asynchronous = overlap
+    runner.chunks.beside = beside
     pool, states = PagePool(pages), SlotPool(slots)
     memory = Memory(pool, states, config.max_context or 1 << 20)
     if spare_slots is not None:

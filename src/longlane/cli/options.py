@@ -63,6 +63,10 @@ HELP = {
     "overlap": _option(
         "Do the host's work while a step runs on the card; off is for debugging.", "--overlap/--no-overlap"
     ),
+    "concurrent_prefill": _option(
+        "Let a prefill run beside decoding where a card can be parted, instead of in turn with it.",
+        "--concurrent-prefill/--no-concurrent-prefill",
+    ),
     "on_fault": _option(
         "After a fault of the engine: restart without CUDA graphs if it used them, as it was, or not at all."
     ),

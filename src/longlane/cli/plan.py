@@ -17,7 +17,7 @@ from longlane.artifact.text_config import read_json
 from longlane.cli.options import HELP, pick, takes
 from longlane.cli.tables import print_plan
 from longlane.config import EngineConfig, WeightsMode
-from longlane.engine.startup import host_kv_mib, spare_slots
+from longlane.engine.startup import concurrent, host_kv_mib, spare_slots
 from longlane.errors import ConfigError
 from longlane.memory.plan import (
     GIB,
@@ -34,6 +34,7 @@ from longlane.models.registry import cache_spec
 PLANNED = frozenset(
     {"weights", "kv_dtype", "gdn_state", "max_concurrency", "max_context", "kv_capacity", "device_state_slots"}
     | {"prefix_reuse", "host_kv_mib", "prefill_chunk", "spec", "draft_tokens", "lm_head_draft", "cuda_graph"}
+    | {"concurrent_prefill"}
 )
 VISION_TOKENS = 8192
 # Geometries whose vision tower is `artifact.geometry.VISION`.
@@ -95,6 +96,7 @@ def plan_request(engine: EngineConfig, config: dict[str, Any], weights: dict[str
         prefill_chunk=engine.prefill_chunk,
         draft_tokens=max_drafts(engine.spec, engine.draft_tokens),
         graphs=engine.cuda_graph,
+        concurrent=concurrent(engine),
         host_arena=bool(host_kv_mib(engine, torch.device("cuda")) and spec.gdn_layers),
     )
 

@@ -27,6 +27,9 @@ def simulate(
     max_concurrency: Annotated[int, typer.Option(help="Lanes of a trace.", min=1, max=16)] = 4,
     prefill_chunk: Annotated[int, typer.Option(help="Most tokens of a prefill step.", min=1)] = 1024,
     decode_floor: Annotated[float, typer.Option(help="Share of time decode keeps.", min=0, max=0.95)] = 0.5,
+    concurrent_prefill: Annotated[
+        bool, typer.Option("--concurrent-prefill", help="Prefill runs beside decode instead of in turn with it.")
+    ] = False,
     draft_tokens: Annotated[str, typer.Option(help="Drafts a round, 0 to 5, or auto.", metavar="N|auto")] = "3",
     kv_capacity: Annotated[
         int | None, typer.Option(help="Tokens in the KV pool; default that of the card.", min=PAGE)
@@ -45,7 +48,9 @@ def simulate(
     )
     if kv_capacity is not None:
         config = replace(config, kv_capacity=kv_capacity)
-    setting = Setting(preset(preset_name), config, "fcfs" if policy == "fcfs" else "longlane")
+    setting = Setting(
+        preset(preset_name), config, "fcfs" if policy == "fcfs" else "longlane", concurrent=concurrent_prefill
+    )
     report = answer(setting, scenario, trace, max_concurrency)
     if plot is not None:
         draw(report.run, plot)

@@ -1,7 +1,7 @@
 """From rows of host data to the tensors of a prefill step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 import numpy as np
@@ -28,9 +28,9 @@ class Row:
         return len(self.token_ids) + self.neural
 
 
-def prefill_batch(rows: Sequence[Row], device: torch.device, pages: int) -> Batch:
-    """Pack the rows in order. The block table has the same width in every step, so that nothing computed from it
-    depends on the step; past a lease's pages it points at page 0."""
+def prefill_batch(rows: Sequence[Row], pages: int) -> Batch:
+    """Pack the rows in order, in memory of the host. The block table has the same width in every step, so that nothing
+    computed from it depends on the step; past a lease's pages it points at page 0."""
     lengths = [len(row.token_ids) for row in rows]
     context = tuple(row.lease.length for row in rows)
     positions = [np.arange(start, start + count) for start, count in zip(context, lengths, strict=True)]
@@ -40,17 +40,28 @@ def prefill_batch(rows: Sequence[Row], device: torch.device, pages: int) -> Batc
     token_ids = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, sum(lengths))
     return Batch(
         kind="prefill",
-        token_ids=_to(device, token_ids),
-        positions=_to(device, np.concatenate(positions)),
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(np.concatenate(positions)),
         query_start=tuple(accumulate(lengths, initial=0)),
         context=context,
-        block_table=_to(device, table),
-        slots=_to(device, np.array([row.lease.slot for row in rows], dtype=np.int64)),
-        contexts=_to(device, np.array(context, dtype=np.int32)),
+        block_table=torch.from_numpy(table),
+        slots=torch.tensor([row.lease.slot for row in rows]),
+        contexts=torch.tensor(context, dtype=torch.int32),
+    )
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """A batch in memory of the host on its way to the device, without waiting for what that still has to do."""
+    assert batch.contexts is not None
+    return replace(
+        batch,
+        token_ids=_to(device, batch.token_ids),
+        positions=_to(device, batch.positions),
+        block_table=_to(device, batch.block_table),
+        slots=_to(device, batch.slots),
+        contexts=_to(device, batch.contexts),
     ).laid_out()
 
 
-def _to(device: torch.device, array: np.ndarray) -> Tensor:
-    """Without waiting for what the device still has to do."""
-    tensor = torch.from_numpy(array)
+def _to(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,22 +1,28 @@
 """Executes forward steps: owns the model, its caches and its device. The only place where the engine meets tensors."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longlane.engine.batch import Row, prefill_batch
+from longlane.engine.batch import Row
+from longlane.engine.chunks import Chunks, StreamLane
+from longlane.engine.partition import can_be_parted, part
 from longlane.engine.steps import Answer, Limits, Model, Steps
 from longlane.layers.batch import Caches
 from longlane.spec.mtp import MTPDrafter
+
+log = logging.getLogger(__name__)
 
 
 class Runner:
     """One model on one device. vocab_size: the tokens that may be sampled.
 
-    Steps are launched one at a time and end with `read` or `wait`; nothing else waits for the device, and it for
-    nothing else than this stream. limits: sizes of the fixed buffers, by default as much as the caches could need.
+    A round ends with `read`, a chunk with `wait`, and nothing else waits for the device. Where it is `concurrent`, one
+    of each may be under way: a chunk comes after what the main stream was given before it, and what it writes to nobody
+    else uses until `wait`. limits: sizes of the fixed buffers, by default as much as the caches could need.
     last_step: what was asked of the device last, for a fault report; `on_step` hears of it before it is launched.
     """
 
@@ -37,52 +43,63 @@ class Runner:
         self.steps = Steps(model, caches, limits, vocab_size, device, drafter, exact=device.type != "cuda")
         # Whether a launch returns before the work is done.
         self.asynchronous = device.type == "cuda"
-        self._drafter = drafter
-        self._chunk_done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._chunk_runs = False
+        self.chunks = Chunks(model, caches, device, drafter, self.steps.table_pages)
         self.last_step: dict[str, Any] = {"number": 0}
         self.on_step: Callable[[dict[str, Any]], None] = lambda step: None
 
     @property
-    def done(self) -> bool:
-        """Whether the step that was launched last is."""
-        if self._chunk_runs:
-            return self._chunk_done is None or bool(self._chunk_done.query())  # type: ignore[no-untyped-call]
-        return self.steps.done
+    def concurrent(self) -> bool:
+        """Whether a chunk and rounds may run at the same time."""
+        return self.chunks.beside is not None
 
-    def warm_up(self, *, capture: bool) -> Iterator[tuple[int, int]]:
-        """Run every shape of round once, and capture it as a CUDA graph if asked; yields (done, total)."""
-        sizes = self.steps.row_sizes
-        for done, rows in enumerate(reversed(sizes)):
+    def warm_up(self, *, capture: bool, decode_floor: float | None = None) -> Iterator[tuple[int, int]]:
+        """Run every shape of round once, and capture it as a CUDA graph if asked; yields (done, total). With a
+        `decode_floor`, part the card so that rounds beside a chunk keep this share of their speed, where that is more
+        than by taking turns, and capture them for their part too."""
+        sizes = list(reversed(self.steps.row_sizes))
+        for done, rows in enumerate(sizes):
             yield done, len(sizes)
             self.steps.warm_up(rows, capture=capture)
+        total = len(sizes)
+        if capture and decode_floor and can_be_parted(self.device):
+            parts = part(self.device, decode_floor, self.steps.seconds)
+            if parts:
+                total *= 2
+                for done, rows in enumerate(sizes, len(sizes)):
+                    yield done, total
+                    self.steps.warm_up(rows, capture=True, part=parts[0])
+                self.chunks.beside = StreamLane(parts[1].stream)
+                log.info("a round beside a chunk has %d multiprocessors, the chunk %d", parts[0].sms, parts[1].sms)
         torch.cuda.empty_cache()
-        yield len(sizes), len(sizes)
+        yield total, total
 
-    @torch.inference_mode()
-    def prefill(self, row: Row, *, decides: bool) -> Tensor | None:
-        """Start a chunk of a prompt. Logits [1, V] of its last token where that one `decides`."""
-        self._note("prefill", [row])
-        batch = prefill_batch([row], self.device, self.steps.table_pages)
-        hidden = self.model.forward(batch, self.caches).hidden
-        if self._drafter:
-            self._drafter.observe(batch, hidden)
-        logits = self.model.logits(hidden[-1:]) if decides else None
-        if self._chunk_done:
-            self._chunk_done.record()
-        self._chunk_runs = True
-        return logits
+    def prefill(self, row: Row, *, decides: bool, beside: bool = False) -> None:
+        """Start a chunk of a prompt, whose last token may decide the next. `beside`: while rounds run."""
+        self._note("prefill", [row], beside)
+        self.chunks.launch(row, decides=decides, beside=beside)
 
-    def wait(self) -> None:
-        """Until the chunk is computed."""
-        if self._chunk_done:
-            self._chunk_done.synchronize()
+    def chunk_done(self, *, beside: bool) -> bool:
+        """Whether `wait` would not wait."""
+        return self.chunks.done(beside=beside)
 
-    def decode(self, rows: Sequence[Row]) -> None:
-        """Start a round: every row's tokens and drafts."""
-        self._note("verify" if max(row.columns for row in rows) > 1 else "decode", rows)
-        self._chunk_runs = False
-        self.steps.launch(rows)
+    @property
+    def launching(self) -> bool:
+        """Whether a thread is launching a chunk."""
+        return self.chunks.launching
+
+    def wait(self, *, beside: bool = False) -> Tensor | None:
+        """Until the chunk is computed. Logits [1, V] of its last token where that one decides."""
+        return self.chunks.wait(beside=beside)
+
+    def decode(self, rows: Sequence[Row], *, beside: bool = False) -> None:
+        """Start a round: every row's tokens and drafts. `beside`: while a chunk runs."""
+        self._note("verify" if max(row.columns for row in rows) > 1 else "decode", rows, beside)
+        self.steps.launch(rows, beside=beside)
+
+    @property
+    def round_done(self) -> bool:
+        """Whether `read` would not wait."""
+        return self.steps.done
 
     def read(self) -> Answer:
         """Wait for the round."""
@@ -92,13 +109,14 @@ class Runner:
         """Move the round's states on by the first `accepted` columns of each row."""
         self.steps.settle(accepted)
 
-    def _note(self, kind: str, rows: Sequence[Row]) -> None:
+    def _note(self, kind: str, rows: Sequence[Row], beside: bool) -> None:
         self.last_step = {
             "number": self.last_step["number"] + 1,
             "kind": kind,
             "rows": len(rows),
             "columns": [row.columns for row in rows],
             "contexts": [row.lease.length for row in rows],
+            "beside": beside,
             "graphed": kind != "prefill" and self.steps.graphed,
         }
         self.on_step(self.last_step)

@@ -1,6 +1,7 @@
 """What runs next, as pure functions of what is known. No clock, no torch: a simulator runs the same code.
 
-One step is all decode rows, then at most one chunk of one prefill.
+One step is all decode rows, then at most one chunk of one prefill; where the card can be parted, another chunk runs
+beside such steps.
 """
 
 from abc import ABC, abstractmethod
@@ -17,6 +18,8 @@ MAX_SKIPS = 8
 MAX_DECODE_FLOOR = 0.95
 # Chunks from here on are whole pages, which suit the tiles of products; below, a page is too much to lose.
 WHOLE_PAGES = 8 * PAGE
+# A prompt with so little left need not wait until decode rows have had their time for the chunk before it.
+QUICK = 8 * PAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +49,16 @@ class Running:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """prefill_chunk: most tokens a chunk has. decode_floor: share of time that decode rows keep beside prefills, at
-    most `MAX_DECODE_FLOOR`. lanes: most requests that run at once. gap_s: how long a chunk may hold up decode rows, or
-    a newcomer that a free lane could take. step_s: how long one may last at all, so that a cancellation is heard and
+    most `MAX_DECODE_FLOOR`. lanes: most requests that run at once. concurrent: a chunk can run beside rounds, each on
+    its part of the card. gap_s: how long a chunk may hold up decode rows, or
+    a newcomer that a free lane could take; one beside them holds up only who is not `QUICK`, and may take twice as
+    long. step_s: how long one may last at all, so that a cancellation is heard and
     the watchdog sees life on the slowest machine."""
 
     prefill_chunk: int
     decode_floor: float
     lanes: int = 1
+    concurrent: bool = False
     # The tokens of a chunk cost a little more than those of the one before: 0.2 s are kept.
     gap_s: float = 0.199
     step_s: float = 5.0
@@ -64,11 +70,13 @@ class Policy:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """Everything `plan_step` looks at. debt_s: time that prefill owes to decode, see `settle`. token_s: cost of a
-    token in the last chunk of anybody, None while nothing was measured."""
+    token in the last chunk of anybody, None while nothing was measured. beside: whose chunk still runs beside the next
+    step."""
 
     running: tuple[Running, ...]
     debt_s: float = 0.0
     token_s: float | None = None
+    beside: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +87,45 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """decode: ids of the decode rows, oldest first. skipped: prefills that a younger one's chunk overtakes."""
+    """decode: ids of the decode rows, oldest first. prefill: the chunk after them. beside: one to start before them.
+    skipped: prefills that a younger one's chunk overtakes."""
 
     decode: tuple[str, ...]
     prefill: Chunk | None
     skipped: tuple[str, ...] = ()
+    beside: Chunk | None = None
 
 
 def plan_step(state: Snapshot, policy: Policy) -> StepPlan:
-    """All decode rows, and a chunk of one prefill unless decode is owed time."""
+    """All decode rows, and a chunk of one prefill: beside them where that is possible and free, else after them unless
+    they are owed time."""
     decode = tuple(row.id for row in sorted(state.running, key=seniority) if not row.remaining)
-    prefills = [row for row in state.running if row.remaining]
-    if not prefills or (decode and state.debt_s > 0):
+    prefills = [row for row in state.running if row.remaining and row.id != state.beside]
+    if not prefills:
         return StepPlan(decode, None)
     chosen = choose_prefill(prefills)
-    somebody_waits = decode or len(state.running) < policy.lanes
+    beside = bool(policy.concurrent and decode and state.beside is None)
+    if not beside and not _may_take_turn(chosen, bool(decode), state, policy):
+        return StepPlan(decode, None)
+    free = len(state.running) < policy.lanes
+    limit_s = policy.step_s
+    if beside:
+        limit_s = 2 * policy.gap_s if free else policy.step_s
+    elif decode or free:
+        limit_s = policy.gap_s
     # A token costs more the more there are before it, so that another's may mislead by half.
     token_s = state.token_s if chosen.token_s is None else chosen.token_s
-    most = chunk_size(token_s, policy.gap_s if somebody_waits else policy.step_s, policy.prefill_chunk)
+    chunk = Chunk(chosen.id, min(chunk_size(token_s, limit_s, policy.prefill_chunk), chosen.remaining))
     skipped = tuple(row.id for row in prefills if row.arrival < chosen.arrival)
-    return StepPlan(decode, Chunk(chosen.id, min(most, chosen.remaining)), skipped)
+    return StepPlan(decode, None, skipped, beside=chunk) if beside else StepPlan(decode, chunk, skipped)
+
+
+def _may_take_turn(chosen: Running, decodes: bool, state: Snapshot, policy: Policy) -> bool:
+    """Whether a chunk may hold up the decode rows now. A quick one may where they are owed no more than one other."""
+    quick = chosen.remaining <= QUICK
+    if state.beside is not None and not quick:
+        return False
+    return not decodes or state.debt_s <= (policy.gap_s if quick else 0.0)
 
 
 def choose_prefill(prefills: Iterable[Running]) -> Running:

@@ -112,7 +112,8 @@ def assemble(
     warm_up(Engine(runner, Memory(PagePool(plan.kv_pages), SlotPool(plan.lanes), plan.max_context), config, speculator))
     progress(Loading(stage="warming up", done=1, total=1))
     if device.type == "cuda":
-        for done, total in runner.warm_up(capture=config.cuda_graph and can_be_captured(loaded)):
+        floor = config.decode_floor if concurrent(config) else None
+        for done, total in runner.warm_up(capture=config.cuda_graph and can_be_captured(loaded), decode_floor=floor):
             progress(Loading(stage="capturing steps", done=done, total=total))
     engine = Engine(runner, new_memory(config, path, loaded.spec, plan, caches), config, speculator)
     return engine, Ready(model=loaded.info, plan=plan, cuda_graphs=runner.steps.graphed, device=device_name(device))
@@ -151,6 +152,11 @@ def can_be_captured(loaded: LoadedModel) -> bool:
         return True
     log.warning("the experts of a step are chosen on the host, so %s runs without CUDA graphs", loaded.info.name)
     return False
+
+
+def concurrent(config: EngineConfig) -> bool:
+    """Whether chunks are to run beside rounds, on a card that can be parted. One lane has no other to run beside."""
+    return config.concurrent_prefill and config.cuda_graph and config.overlap and config.max_concurrency > 1
 
 
 def known_tokens(path: Path, rows: int) -> int:
@@ -253,6 +259,7 @@ def plan_memory(
             prefill_chunk=config.prefill_chunk,
             draft_tokens=max_drafts(config.spec, config.draft_tokens),
             graphs=on_card and config.cuda_graph,
+            concurrent=on_card and concurrent(config),
             host_arena=bool(host_kv_mib(config, device) and loaded.spec.gdn_layers),
             driver_bytes=DRIVER_BYTES if on_card else 0,
         )

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from longlane.engine.batch import Row
 from longlane.engine.graphs import Graphs
+from longlane.engine.mirror import Mirror
+from longlane.engine.partition import Part
 from longlane.kernels.sampling import draw_rows, greedy
 from longlane.layers.batch import Batch, Caches, CacheSpec, Output, Record
 from longlane.memory.plan import MAX_MTP_DRAFTS, captured_sizes
@@ -95,8 +97,12 @@ class Steps:
         self._known = [b""] * limits.lanes
         self._context: tuple[int, ...] = ()
         self._graphs: Graphs | None = None
-        # Of the running round: its rows, its rows and columns after rounding, and what ran and came of it.
+        # The same for part of the card, where rounds may run beside a chunk.
+        self._part_graphs: Graphs | None = None
+        # Of the running round: its rows, its rows and columns after rounding, where its graphs are, and what ran and
+        # came of it.
         self._round = (0, 0, 0)
+        self._replayed: Graphs | None = None
         self._ran: tuple[Batch, Output] | None = None
 
     @property
@@ -104,10 +110,15 @@ class Steps:
         return self._row_sizes
 
     @torch.inference_mode()
-    def warm_up(self, rows: int, *, capture: bool) -> None:
-        """Run every round of `rows` rows once, which compiles its kernels, and capture it if asked."""
+    def warm_up(self, rows: int, *, capture: bool, part: Part | None = None) -> None:
+        """Run every round of `rows` rows once, which compiles its kernels, and capture it if asked, for the whole card
+        or for a part of it."""
         if capture:
             self._graphs = self._graphs or Graphs(self._device)
+        if part:
+            assert self._graphs is not None
+            self._part_graphs = self._part_graphs or Graphs(self._device, part.stream, self._graphs.pool)
+        graphs = self._part_graphs if part else self._graphs
         self._fill([], rows, 1)
         for columns in reversed(self._column_sizes):
             step, settle = self._keys(rows, columns)
@@ -118,23 +129,32 @@ class Steps:
             ]
             if settle:
                 bodies.append((settle, partial(self._settle, rows)))
-            self._prepare(bodies)
+            self._prepare(bodies, graphs)
         if self._drafter:
             for depth in range(1, min(self._limits.columns - 1, MAX_MTP_DRAFTS) + 1):
-                self._prepare([(("propose", rows, depth), partial(self._propose, rows, depth))])
+                self._prepare([(("propose", rows, depth), partial(self._propose, rows, depth))], graphs)
 
-    def _prepare(self, bodies: list[Body]) -> None:
-        if self._graphs is not None:
-            self._graphs.capture(bodies)
+    @torch.inference_mode()
+    def seconds(self, part: Part | None = None) -> float:
+        """What a round of one row takes that has the whole card, or one of its parts, to itself."""
+        self._fill([], 1, 1)
+        took = Graphs(self._device, part.stream if part else None).seconds(partial(self._step, 1, 1))
+        self._ran = None
+        return took
+
+    def _prepare(self, bodies: list[Body], graphs: Graphs | None) -> None:
+        if graphs is not None:
+            graphs.capture(bodies)
         else:
             for _, body in bodies:
                 body()
         # What it holds is memory that the next capture may use.
         self._ran = None
 
-    def launch(self, live: Sequence[Row]) -> None:
+    def launch(self, live: Sequence[Row], *, beside: bool = False) -> None:
         """Start a round: drafts where rows ask for them, then the model over every row's tokens and the best token of
-        each column, then draws where rows sample."""
+        each column, then draws where rows sample. `beside` a chunk it keeps to its part of the card."""
+        self._replayed = self._part_graphs if beside else self._graphs
         rows = _at_least(self._row_sizes, len(live))
         columns = _at_least(self._column_sizes, max(row.columns for row in live))
         self._fill(live, rows, columns)
@@ -182,8 +202,8 @@ class Steps:
         return ("step", rows, columns), ("settle", rows, columns) if columns > 1 or self._drafter else None
 
     def _run(self, key: Key, body: Callable[[], None]) -> None:
-        if self._graphs is not None:
-            self._graphs.replay(key)
+        if self._replayed is not None:
+            self._replayed.replay(key)
             return
         with torch.inference_mode():
             body()
@@ -271,37 +291,6 @@ class Steps:
             self._model.fold(batch, self._caches, output.records, accepted)
         if self._drafter:
             self._drafter.observe(batch, output.hidden, accepted.clamp(min=1))
-
-
-class Mirror:
-    """A buffer on the device and its pinned twin, `host`, as an array. On the CPU they are one."""
-
-    def __init__(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int32) -> None:
-        self.device = torch.zeros(shape, dtype=dtype, device=device)
-        self._remote = device.type == "cuda"
-        self._twin = torch.zeros(shape, dtype=dtype, pin_memory=True) if self._remote else self.device
-        self.host = self._twin.numpy()
-        self._event = torch.cuda.Event() if self._remote else None  # type: ignore[no-untyped-call]
-
-    def send(self, line: int | None = None) -> None:
-        """Host to device, one line or all. The host side stays as it is until something launched later was read."""
-        if self._remote:
-            part = slice(None) if line is None else line
-            self.device[part].copy_(self._twin[part], non_blocking=True)
-
-    def bring_back(self) -> None:
-        """Device to host; `wait` before reading."""
-        if self._event:
-            self._twin.copy_(self.device, non_blocking=True)
-            self._event.record()
-
-    @property
-    def there(self) -> bool:
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        if self._event:
-            self._event.synchronize()
 
 
 def _at_least(sizes: Sequence[int], count: int) -> int:

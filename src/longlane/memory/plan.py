@@ -26,6 +26,8 @@ RESERVE_BYTES = 1 * GIB
 # One captured CUDA graph, and what all of them work in beside their logits: measured with the 27B, rounded up.
 GRAPH_BYTES = 2 * MIB
 GRAPH_POOL_BYTES = 96 * MIB
+# Contexts of the parts of a card that were tried, until one was chosen.
+PARTED_BYTES = 64 * MIB
 # Encoder activations for 1,024 merged image tokens.
 VISION_BYTES_PER_KTOKEN = 62 * MIB
 
@@ -48,7 +50,7 @@ class PlanRequest:
     `width` is the widest activation of one token in values (gate and up together for a SwiGLU block).
     `kv_capacity` None fills what fits, at most lanes x max_context. `state_slots` counts images beside the lanes' own.
     `vision_tokens` 0 means no vision tower, `host_arena` that pages and states spill to the host. `dtype` is that of
-    the arithmetic, a name of `VALUE_BYTES`.
+    the arithmetic, a name of `VALUE_BYTES`. `concurrent`: chunks may run beside rounds.
     """
 
     device_bytes: int
@@ -67,6 +69,7 @@ class PlanRequest:
     draft_tokens: int = 0
     vision_tokens: int = 0
     graphs: bool = True
+    concurrent: bool = False
     host_arena: bool = False
     driver_bytes: int = DRIVER_BYTES
     reserve_bytes: int = RESERVE_BYTES
@@ -160,6 +163,7 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
         graphs = captured_graphs(req)
         # Logits as the head leaves them, and widened; tokens in the order of a draw.
         size = graphs * GRAPH_BYTES + GRAPH_POOL_BYTES + decode_parts(req) + req.lanes * columns * req.vocab_size * 10
+        size += PARTED_BYTES if req.concurrent else 0
         pools.append(Pool(name="CUDA graphs", bytes=size, note=f"{graphs} graphs and what they work in"))
     if req.driver_bytes:
         pools.append(Pool(name="driver", bytes=req.driver_bytes, note="context and libraries, an allowance"))
@@ -191,7 +195,8 @@ def captured_graphs(req: PlanRequest) -> int:
     widths, mtp = len(captured_sizes(req.draft_tokens + 1)), req.draft_tokens and req.spec.mtp_layers
     # A plain decode step without an MTP head needs no settling.
     each = 3 * widths + min(req.draft_tokens, MAX_MTP_DRAFTS) if mtp else 3 * widths - 1
-    return len(captured_sizes(req.lanes)) * each
+    # For the whole card and for the part that a round has beside a chunk.
+    return len(captured_sizes(req.lanes)) * each * (2 if req.concurrent else 1)
 
 
 def make_plan(req: PlanRequest) -> MemoryPlan:

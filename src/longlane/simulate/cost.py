@@ -11,6 +11,9 @@ STATE_BYTES = 2 * 147.75 * 2**20
 KV_BYTES = 33_792
 # 700 small dependent kernels of 1.07 us in a graph.
 FIXED_S = 0.75e-3
+# Of the 27B on 56 and 76 multiprocessors of an H200, the default floor: between what was measured with 48 and with 64
+# for the rounds, see `bench/results/log.md`.
+DECODE_SHARE, PREFILL_SHARE = 0.53, 0.55
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +22,8 @@ class CostModel:
 
     weight_rate and kv_rate: bytes per second at which weights and states, and keys and values, are read. many_s: once
     for a decode step of more columns than `free_columns`, and column_s for each one more. token_s: each prompt token;
-    depth_s: each pair of a prompt token and one before it; chunk_s: each chunk.
+    depth_s: each pair of a prompt token and one before it; chunk_s: each chunk. decode_share, prefill_share: of their
+    speed, what a round and a chunk keep that run at the same time.
     """
 
     weight_rate: float
@@ -31,6 +35,8 @@ class CostModel:
     depth_s: float
     chunk_s: float
     kv_bytes: int = KV_BYTES
+    decode_share: float = DECODE_SHARE
+    prefill_share: float = PREFILL_SHARE
 
     def decode_s(self, depths: Sequence[int], drafts: int = 0) -> float:
         """One round: `drafts` proposals, then drafts + 1 columns of every row. depths: tokens in the cache, by row."""

@@ -27,7 +27,8 @@ Outcome = Literal["finished", "rejected", "timed out"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: when it began, seconds of its two halves, tokens that each decode row got, and the chunk."""
+    """One step: seconds of its round and of the chunk after it, tokens that each decode row got, and the chunk; or a
+    chunk that ran beside the steps before, and nothing else."""
 
     began: float
     decode_s: float
@@ -38,6 +39,16 @@ class Step:
     @property
     def ended(self) -> float:
         return self.began + self.decode_s + self.prefill_s
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A chunk beside rounds, up to token `end` of the prompt."""
+
+    job: "Job"
+    end: int
+    began: float
+    done: float
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -82,7 +93,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        return self.steps[-1].ended if self.steps else 0.0
+        return max((step.ended for step in self.steps), default=0.0)
 
 
 class Still:
@@ -112,15 +123,21 @@ PLANNERS: dict[PolicyName, Callable[[Snapshot, scheduler.Policy], StepPlan]] = {
 
 
 class Machine:
-    """One engine. Of `config` it reads lanes, pending requests and timeout, chunk, floor, drafts and kv_capacity."""
+    """One engine. Of `config` it reads lanes, pending requests and timeout, chunk, floor, drafts and kv_capacity.
+    concurrent: prefill and decode run at the same time, as fast as `cost` says."""
 
-    def __init__(self, cost: CostModel, config: EngineConfig, policy: PolicyName = "longlane") -> None:
+    def __init__(
+        self, cost: CostModel, config: EngineConfig, policy: PolicyName = "longlane", *, concurrent: bool = False
+    ) -> None:
         assert config.kv_capacity is not None
         self._cost = cost
         self._config = config
         self._plan = PLANNERS[policy]
         self._limits = scheduler.Policy(
-            prefill_chunk=config.prefill_chunk, decode_floor=config.decode_floor, lanes=config.max_concurrency
+            prefill_chunk=config.prefill_chunk,
+            decode_floor=config.decode_floor,
+            lanes=config.max_concurrency,
+            concurrent=concurrent,
         )
         pages, slots = PagePool(config.kv_capacity // PAGE), SlotPool(2 * config.max_concurrency)
         page_bytes, slot_bytes = PAGE * cost.kv_bytes, int(STATE_BYTES / 2)
@@ -133,6 +150,7 @@ class Machine:
         self._waiting: dict[str, Job] = {}
         self._running: dict[str, Job] = {}
         self._steps: list[Step] = []
+        self._beside: UnderWay | None = None
         self._debt_s = 0.0
         self._token_s: float | None = None
         self._now = 0.0
@@ -159,22 +177,36 @@ class Machine:
             if job.admitted is None and job.lease is not None:
                 job.admitted, job.cached_tokens = self._now, job.lease.cached_tokens
         running = tuple(job.running() for job in self._running.values())
-        state = Snapshot(running=running, debt_s=self._debt_s, token_s=self._token_s)
+        beside = self._beside.job.id if self._beside else None
+        state = Snapshot(running=running, debt_s=self._debt_s, token_s=self._token_s, beside=beside)
         plan = self._plan(state, self._limits)
-        if not (plan.decode or plan.prefill):
-            return
+        if plan.decode or plan.prefill:
+            self._run_plan(plan)
+        elif self._beside:
+            self._land_beside()
+
+    def _run_plan(self, plan: StepPlan) -> None:
+        """A round and the chunk after it; what runs beside them lands when it is done at the end of one."""
+        most = self._drafting.most
+        jobs = [self._running[id] for id in plan.decode]
+        jobs = [job for job in jobs if make_room(self._memory, job, most, self._running, self._pause)]
+        if plan.beside and plan.beside.id in self._running:
+            job, end, took = self._take_up(plan.beside, plan.skipped)
+            self._beside = UnderWay(job, end, self._now, self._now + took / self._cost.prefill_share)
         began = self._now
-        emitted = self._decode([self._running[id] for id in plan.decode])
-        decode_s, decoded = self._now - began, self._now
-        chunk = None
+        emitted = self._decode(jobs)
+        decode_s, place = self._now - began, len(self._steps)
+        self._land_beside_if_done()
+        chunk, decoded = None, self._now
         if plan.prefill and plan.prefill.id in self._running:
-            chunk = self._prefill(self._running[plan.prefill.id], plan.prefill.tokens)
-            for id in plan.skipped:
-                if id in self._running:
-                    self._running[id].skipped += 1
+            job, end, took = self._take_up(plan.prefill, plan.skipped)
+            self._now += took / (self._cost.decode_share if self._beside else 1)
+            chunk = self._finish_chunk(job, end, decoded)
         prefill_s = self._now - decoded
         self._debt_s = scheduler.settle(self._debt_s, decode_s, prefill_s, self._limits.decode_floor)
-        self._steps.append(Step(began, decode_s, prefill_s, emitted, chunk))
+        self._steps.insert(place, Step(began, decode_s, prefill_s, emitted, chunk))
+        if chunk:
+            self._land_beside_if_done()
 
     def _submit(self, ask: Ask) -> None:
         config = self._config
@@ -195,8 +227,6 @@ class Machine:
 
     def _decode(self, jobs: Sequence[Job]) -> dict[str, int]:
         """One round. Returns the tokens that each row got."""
-        most = self._drafting.most
-        jobs = [job for job in jobs if make_room(self._memory, job, most, self._running, self._pause)]
         if not jobs:
             return {}
         leases = [job.lease for job in jobs if job.lease is not None]
@@ -207,6 +237,7 @@ class Machine:
         drafted = self._drafting.propose(rows, rooms)
         accepted = [row.verify(tried) for row, tried in zip(rows, drafted, strict=True)]
         took = self._cost.decode_s([lease.length for lease in leases], max(drafted))
+        took /= self._cost.decode_share if self._beside else 1
         self._now += took
         self._drafting.observe(rows, drafted, accepted, took)
         emitted = {}
@@ -220,24 +251,43 @@ class Machine:
                 self._end(job, "finished")
         return emitted
 
-    def _prefill(self, job: Job, tokens: int) -> Chunk:
-        """The next `tokens` of a prompt, or less where a state is to be kept; the last ones decide a token."""
-        lease = job.lease
-        assert lease is not None
-        start = lease.length
+    def _take_up(self, chunk: Chunk, skipped: Sequence[str]) -> tuple[Job, int, float]:
+        """Begin with the next tokens of a prompt, or less where a state is to be kept: up to where, and how long that
+        takes on a card of its own."""
+        job = self._running[chunk.id]
+        assert job.lease is not None
         job.started = self._now if job.started is None else job.started
-        end = job.chunk_end(tokens)
-        took = self._cost.prefill_s(start, end - start)
-        self._now += took
-        self._token_s = token_cost(self._token_s, took, end - start)
-        job.count_chunk(end - start, took)
-        self._memory.commit(lease, job.tokens[start:end])
+        for id in skipped:
+            if id in self._running:
+                self._running[id].skipped += 1
+        start, end = job.lease.length, job.chunk_end(chunk.tokens)
+        return job, end, self._cost.prefill_s(start, end - start)
+
+    def _finish_chunk(self, job: Job, end: int, began: float) -> Chunk:
+        """The prompt is computed up to `end`; its last tokens decide one."""
+        assert job.lease is not None
+        count, took = end - job.lease.length, self._now - began
+        self._token_s = token_cost(self._token_s, took, count)
+        job.count_chunk(count, took)
+        self._memory.commit(job.lease, job.tokens[job.lease.length : end])
         if end == len(job.tokens):
             self._generate(job, 1)
             job.decoding = True
             if not job.owed:
                 self._end(job, "finished")
-        return Chunk(job.id, end - start)
+        return Chunk(job.id, count)
+
+    def _land_beside_if_done(self) -> None:
+        if self._beside and self._beside.done <= self._now:
+            self._land_beside()
+
+    def _land_beside(self) -> None:
+        """Wait for the chunk beside the rounds."""
+        assert self._beside is not None
+        landed, self._beside = self._beside, None
+        self._now = max(self._now, landed.done)
+        chunk = self._finish_chunk(landed.job, landed.end, landed.began)
+        self._steps.append(Step(landed.began, 0.0, self._now - landed.began, {}, chunk))
 
     def _generate(self, job: Job, count: int) -> None:
         job.first_token = self._now if job.first_token is None else job.first_token
@@ -245,6 +295,10 @@ class Machine:
         job.tokens += job.ask.answer[given : given + count]
 
     def _pause(self, job: Job) -> None:
+        if self._beside and self._beside.job is job:
+            self._land_beside()
+            if job.lease is None:
+                return
         self._release(job)
         job.pauses += 1
         self._waiting[job.id] = self._running.pop(job.id)

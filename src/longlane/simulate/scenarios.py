@@ -32,15 +32,17 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A card, an engine's flags and a policy."""
+    """A card, an engine's flags and a policy. concurrent: as in `Machine`."""
 
     cost: CostModel
     config: EngineConfig
     policy: PolicyName = "longlane"
+    concurrent: bool = False
 
     def run(self, asks: Sequence[Ask], lanes: int, policy: PolicyName | None = None) -> Run:
         config = replace(self.config, max_concurrency=lanes)
-        return Machine(self.cost, config, policy or self.policy).run(asks)
+        policy = policy or self.policy
+        return Machine(self.cost, config, policy, concurrent=self.concurrent and policy == "longlane").run(asks)
 
     def report(self, scenario: str, run: Run, **summary: Cell) -> Report:
         return Report(scenario, self.policy, summary, [describe(job) for job in run.jobs.values()], run)

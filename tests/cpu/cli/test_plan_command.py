@@ -15,7 +15,7 @@ from longlane.errors import ConfigError
 
 ORDER = (
     "--geometry qwen3.8-27b --vram {vram} --kv-dtype {codec} --max-concurrency {lanes} --max-context 262144 "
-    "--spec mtp --draft-tokens 3 --lm-head-draft --vision --vision-max-tokens 8192 --json"
+    "--spec mtp --draft-tokens 3 --lm-head-draft --vision --vision-max-tokens 8192 --no-concurrent-prefill --json"
 )
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from longlane.errors import EngineError
 from longlane.types import Request, SamplingParams, ThinkingBudget
 from support.hash_model import VOCAB
-from support.toy_engine import Clock, Guesser, Log, build, oracle, run, settings
+from support.toy_engine import Clock, Guesser, Log, PatientLane, build, oracle, run, settings
 
 
 def request(id: str = "a", prompt: int = 10, max_tokens: int = 8, **changes: object) -> Request:
@@ -64,14 +64,24 @@ def workloads(draw: st.DrawFn) -> tuple[list[tuple[int, Request]], dict[str, int
 
 
 def check_invariance(
-    workload, lanes: int, chunk: int, spare: int, drafts: int, wrong: int, floor: float, overlap: bool
+    workload,
+    lanes: int,
+    chunk: int,
+    spare: int,
+    drafts: int,
+    wrong: int,
+    floor: float,
+    overlap: bool,
+    beside: int | None,
 ) -> None:
     arrivals, cancels = workload
     longest = max(len(wanted.token_ids) + wanted.max_tokens for _, wanted in arrivals)
     pages = -(-longest // 64) + spare
     config = settings(max_concurrency=lanes, prefill_chunk=chunk, decode_floor=floor)
     speculator = Guesser(drafts, wrong) if drafts else None
-    engine, log = build(config, pages=pages, speculator=speculator, clock=Clock(tick=0.001), overlap=overlap), Log()
+    made = {"speculator": speculator, "clock": Clock(tick=0.001), "overlap": overlap}
+    made["beside"] = None if beside is None else PatientLane(beside)
+    engine, log = build(config, pages=pages, **made), Log()
     paused = False
     for step in range(100_000):
         for at, wanted in arrivals:
@@ -102,21 +112,24 @@ workload_case = given(
     wrong=st.integers(1, 6),
     floor=st.sampled_from([0.0, 0.5, 0.9]),
     overlap=st.booleans(),
+    beside=st.sampled_from([None, 0, 1, 3, 50]),
 )
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 @workload_case
 @examples(max_examples=50, deadline=None, suppress_health_check=slow)
-def test_every_answer_is_that_of_a_run_alone(workload, lanes, chunk, spare, drafts, wrong, floor, overlap):
-    check_invariance(workload, lanes, chunk, spare, drafts, wrong, floor, overlap)
+def test_every_answer_is_that_of_a_run_alone(workload, lanes, chunk, spare, drafts, wrong, floor, overlap, beside):
+    check_invariance(workload, lanes, chunk, spare, drafts, wrong, floor, overlap, beside)
 
 
 @pytest.mark.nightly
 @workload_case
 @examples(max_examples=500, deadline=None, suppress_health_check=slow)
-def test_every_answer_is_that_of_a_run_alone_at_length(workload, lanes, chunk, spare, drafts, wrong, floor, overlap):
-    check_invariance(workload, lanes, chunk, spare, drafts, wrong, floor, overlap)
+def test_every_answer_is_that_of_a_run_alone_at_length(
+    workload, lanes, chunk, spare, drafts, wrong, floor, overlap, beside
+):
+    check_invariance(workload, lanes, chunk, spare, drafts, wrong, floor, overlap, beside)
 
 
 def test_two_lanes_fill_the_pool_to_its_last_page_and_the_third_waits():
@@ -431,3 +444,83 @@ def test_an_abort_while_a_step_runs_ends_everything():
     assert set(log.failed) == {"a", "b", "c"}
     assert engine.stats(check=True).integrity == []
     assert engine.stats().pages_free == 16
+
+
+def test_rounds_go_on_while_a_chunk_runs_beside_them():
+    engine, log = (
+        build(settings(max_concurrency=2, prefill_chunk=64), pages=32, overlap=True, beside=PatientLane(3)),
+        Log(),
+    )
+    wanted = [request("a", max_tokens=30), request("b", 200, 3)]
+    engine.submit(wanted[0])
+    for _ in range(3):
+        log.take(engine.step())
+    kinds = []
+    engine.on_step(lambda step: kinds.append(step["kind"]))
+    engine.submit(wanted[1])
+    run(engine, log)
+    check_answers(log, wanted)
+    # A chunk is on its way before the round, and is asked for at the end of each of four.
+    assert kinds[:10] == ["prefill", *["decode"] * 4] * 2
+    assert log.finished["b"].timings.prefill_s >= 0
+
+
+def test_a_short_prompt_has_its_turn_while_the_chunk_of_a_long_one_runs():
+    lane = PatientLane(1000)
+    engine, log = build(settings(max_concurrency=3), pages=64, clock=Clock(), overlap=True, beside=lane), Log()
+    wanted = [request("a", max_tokens=40), request("long", 2000, 3), request("short", 60, 2)]
+    engine.submit(wanted[0])
+    for _ in range(3):
+        log.take(engine.step())
+    engine.submit(wanted[1])
+    log.take(engine.step())
+    engine.submit(wanted[2])
+    for _ in range(6):
+        log.take(engine.step())
+    assert engine._flights.beside is not None
+    assert set(log.finished) == {"short"}
+    run(engine, log)
+    check_answers(log, wanted)
+    assert engine.stats(check=True).integrity == []
+
+
+def test_who_pauses_while_its_chunk_runs_loses_nothing_and_disturbs_nobody():
+    engine, log = (
+        build(settings(max_concurrency=2), pages=8, clock=Clock(), overlap=True, beside=PatientLane(400)),
+        Log(),
+    )
+    wanted = [request("old", 60, 400), request("young", 250, 20)]
+    engine.submit(wanted[0])
+    for _ in range(65):
+        log.take(engine.step())
+    engine.submit(wanted[1])
+    chunks = []
+    while not chunks or not engine.stats().waiting:
+        chunks.append(engine._flights.beside)
+        log.take(engine.step())
+    assert chunks[-1] is not None, "it was in the middle of a chunk"
+    run(engine, log)
+    check_answers(log, wanted)
+    assert engine.stats(check=True).integrity == []
+
+
+def test_cancelled_while_its_chunk_runs_it_keeps_its_pages_until_that_has_ended():
+    engine, log = (
+        build(settings(max_concurrency=2, prefill_chunk=64), pages=16, overlap=True, beside=PatientLane(9)),
+        Log(),
+    )
+    wanted = [request("a", max_tokens=40), request("b", 200, 3)]
+    engine.submit(wanted[0])
+    for _ in range(3):
+        log.take(engine.step())
+    engine.submit(wanted[1])
+    log.take(engine.step())
+    free = engine.stats().pages_free
+    engine.cancel("b")
+    log.take(engine.step())
+    assert engine.stats().pages_free == free
+    assert "b" not in log.finished
+    run(engine, log)
+    assert log.finished["b"].reason == "cancelled"
+    check_answers(log, wanted[:1])
+    assert engine.stats(check=True).integrity == []

@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 from longlane.engine.admission import is_overloaded
 from longlane.engine.scheduler import (
     MAX_SKIPS,
+    QUICK,
     Chunk,
     Policy,
     Running,
     Snapshot,
+    StepPlan,
     Waiting,
     admission_order,
     choose_victim,
@@ -92,6 +94,45 @@ def test_a_chunk_is_short_where_a_newcomer_could_run_beside_it():
 def test_prefill_waits_while_decode_is_owed_time():
     assert plan(row("a"), row("p", 900), debt_s=0.001).prefill is None
     assert plan(row("p", 900), debt_s=0.001).prefill == Chunk("p", 900)
+
+
+def test_a_prompt_with_little_left_waits_for_no_more_than_one_chunk_before_it():
+    quick = plan(row("a"), row("long", 9000), row("q", QUICK, arrival=1), debt_s=POLICY.gap_s)
+    assert quick.prefill == Chunk("q", QUICK)
+    assert plan(row("a"), row("q", QUICK + 1), debt_s=0.001).prefill is None
+    assert plan(row("a"), row("q", QUICK), debt_s=POLICY.gap_s * 1.01).prefill is None
+
+
+@given(st.floats(1e-3, 0.1), st.floats(1e-3, 0.1), st.floats(0.05, 0.95), st.integers(200, 2000))
+def test_decode_keeps_its_floor_beside_many_short_prompts(decode_s, prefill_s, floor, steps):
+    policy = Policy(prefill_chunk=1024, decode_floor=floor)
+    debt = decoding = prefilling = 0.0
+    for _ in range(steps):
+        made = plan_step(Snapshot(running=(row("a"), row("q", 466)), debt_s=debt), policy)
+        took = prefill_s if made.prefill else 0.0
+        decoding, prefilling = decoding + decode_s, prefilling + took
+        debt = settle(debt, decode_s, took, floor)
+    owed = policy.gap_s + prefill_s + decode_s * (1 - floor) / floor
+    assert decoding * (1 - floor) / floor >= prefilling - owed
+
+
+def test_where_the_card_can_be_parted_a_chunk_runs_beside_the_rounds():
+    policy = Policy(prefill_chunk=1024, decode_floor=0.5, lanes=3, concurrent=True)
+
+    def made(*running: Running, **changes):
+        return plan_step(Snapshot(running=running, token_s=1e-3, **changes), policy)
+
+    long, other, short = row("long", 9000), row("other", 8000, arrival=1), row("short", 150, arrival=2)
+    first = made(row("a"), long, debt_s=9.0)
+    assert (first.decode, first.prefill, first.beside) == (("a",), None, Chunk("long", 398))
+    assert made(row("a"), long, other, debt_s=9.0).beside == Chunk("other", 1024), "no lane is free for a newcomer"
+    # Beside one that runs still, only a short one has its turn.
+    assert made(row("a"), long, beside="long") == StepPlan(("a",), None)
+    assert made(row("a"), long, other, beside="long") == StepPlan(("a",), None)
+    assert made(row("a"), long, short, beside="long").prefill == Chunk("short", 150)
+    assert made(long, short, beside="long").prefill == Chunk("short", 150)
+    # With nobody to run beside, a prefill has the whole card.
+    assert (made(long).prefill, made(long).beside) == (Chunk("long", 199), None)
 
 
 @given(

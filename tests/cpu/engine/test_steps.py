@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from longlane.engine.loop import Engine
+from longlane.engine.partition import Part
 from longlane.engine.runner import Runner
 from longlane.engine.steps import Limits, Steps
 from longlane.layers.batch import new_caches
@@ -18,7 +19,7 @@ from longlane.models.registry import build
 from longlane.spec.speculator import Speculator
 from longlane.types import Request, SamplingParams
 from support.checkpoints import add_random_mtp, random_qwen
-from support.toy_engine import Clock, Log, run, settings
+from support.toy_engine import Clock, Log, PatientLane, run, settings
 
 VOCAB, LANES, CONTEXT = 320, 5, 192
 SPECS = ["off", "mtp", "mtp+lookup"]
@@ -53,7 +54,7 @@ def model(tmp_path_factory) -> Decoder:
     return build(config, weights, dtype=torch.float64)
 
 
-def engine(model: Decoder, spec: str, *, exact: bool) -> Engine:
+def engine(model: Decoder, spec: str, *, exact: bool, beside: int | None = None) -> Engine:
     config = settings(max_concurrency=LANES, spec=spec, draft_tokens=None, max_context=CONTEXT)
     caches = new_caches(model.spec, pages=16, slots=LANES + 1, codec="float64", dtype=torch.float64, device="cpu")
     # Scratch stays finite, as it is from the start: every page and slot that somebody owns is poisoned.
@@ -64,6 +65,7 @@ def engine(model: Decoder, spec: str, *, exact: bool) -> Engine:
     limits = Limits(lanes=LANES, columns=(speculator.max_drafts if speculator else 0) + 1, pages=CONTEXT // 64)
     runner = Runner(model, caches, torch.device("cpu"), VOCAB, drafter, limits)
     runner.steps = Steps(model, caches, limits, VOCAB, torch.device("cpu"), drafter, exact=exact)
+    runner.asynchronous, runner.chunks.beside = beside is not None, None if beside is None else PatientLane(beside)
     return Engine(runner, Memory(PagePool(15), SlotPool(LANES), CONTEXT), config, speculator, Clock())
 
 
@@ -102,11 +104,11 @@ def test_rounding_up_changes_no_token(model, plain, spec):
     assert len(log.tokens["r3"]) == 42
 
 
-def planned(model: Decoder, spec: str) -> int:
+def planned(model: Decoder, spec: str, *, concurrent: bool = False) -> int:
     """Graphs that the memory plan counts."""
     request = PlanRequest(
         device_bytes=0, spec=model.spec, weights={}, vocab_size=VOCAB, width=96, kv_dtype="float64", lanes=LANES,
-        max_context=CONTEXT, draft_tokens=max_drafts(spec, None),
+        max_context=CONTEXT, draft_tokens=max_drafts(spec, None), concurrent=concurrent,
     )  # fmt: skip
     return captured_graphs(request)
 
@@ -123,6 +125,21 @@ def test_whatever_runs_was_captured(model, plain, spec):
     kinds = {kind for kind, _, _ in recorded.replayed}
     assert kinds == ({"step", "draw"} if spec == "off" else {"step", "draw", "settle", "propose"})
     assert len({rows for _, rows, _ in recorded.replayed}) >= 3
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_rounds_beside_a_chunk_replay_what_was_captured_for_their_part(model, plain, spec):
+    made, whole, part = engine(model, spec, exact=False, beside=2), Recorded(), Recorded()
+    steps = made._runner.steps
+    steps._graphs, steps._part_graphs = whole, part
+    for rows in steps.row_sizes:
+        steps.warm_up(rows, capture=True)
+        steps.warm_up(rows, capture=True, part=Part(None, 8))
+    assert whole.bodies.keys() == part.bodies.keys()
+    assert len(whole.bodies) + len(part.bodies) == planned(model, spec, concurrent=True)
+    assert answers(made).tokens == plain
+    assert whole.replayed
+    assert {kind for kind, _, _ in part.replayed} >= ({"step"} if spec == "off" else {"step", "settle", "propose"})
 
 
 def test_a_step_is_described_before_it_runs(model):

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from longlane.simulate.machine import Machine
 from longlane.simulate.measures import total_s, ttft_s
@@ -17,13 +18,42 @@ from support.toy_engine import Clock, Log, build, settings
 COST = preset("4080s")
 
 
-def timed_engine(lanes: int, pages: int, clock: Clock):
+class TimedLane:
+    """A second queue whose work is done at a time of the clock."""
+
+    launching = False
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.end = clock, 0.0
+
+    def submit(self, work) -> None:
+        self.work = work
+
+    @property
+    def done(self) -> bool:
+        return self.clock.now >= self.end
+
+    @torch.inference_mode()
+    def wait(self):
+        self.clock.now = max(self.clock.now, self.end)
+        return self.work()
+
+
+def timed_engine(lanes: int, pages: int, clock: Clock, concurrent: bool):
     """The real engine over the hash model, on a clock that only its steps move."""
-    engine = build(settings(max_concurrency=lanes, kv_capacity=pages * 64), pages=pages, clock=clock, spare_slots=lanes)
+    config, lane = settings(max_concurrency=lanes, kv_capacity=pages * 64), TimedLane(clock)
+    beside = lane if concurrent else None
+    engine = build(config, pages=pages, clock=clock, spare_slots=lanes, overlap=concurrent, beside=beside)
 
     def take_time(step):
         lengths, [columns, *_] = step["contexts"], step["columns"]
-        clock.now += COST.prefill_s(lengths[0], columns) if step["kind"] == "prefill" else COST.decode_s(lengths)
+        if step["kind"] != "prefill":
+            clock.now += COST.decode_s(lengths) / (COST.decode_share if step["beside"] else 1)
+        elif step["beside"]:
+            lane.end = clock.now + COST.prefill_s(lengths[0], columns) / COST.prefill_share
+        else:
+            flying = concurrent and engine._flights.beside
+            clock.now += COST.prefill_s(lengths[0], columns) / (COST.decode_share if flying else 1)
 
     engine._runner.on_step = take_time
     return engine
@@ -56,16 +86,17 @@ def workload(seed: int, crowded: bool) -> list[tuple[float, Request]]:
 
 
 @pytest.mark.parametrize(("lanes", "pages", "crowded"), [(1, 40, False), (3, 80, False), (4, 9, True)])
+@pytest.mark.parametrize("concurrent", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_every_request_has_the_times_it_has_in_the_engine(lanes, pages, crowded, seed):
+def test_every_request_has_the_times_it_has_in_the_engine(lanes, pages, crowded, concurrent, seed):
     arrivals, clock = workload(seed, crowded), Clock()
-    log = serve(timed_engine(lanes, pages, clock), clock, arrivals)
+    log = serve(timed_engine(lanes, pages, clock, concurrent), clock, arrivals)
     asks = [
         Ask(id=wanted.id, prompt=wanted.token_ids, answer=log.tokens[wanted.id], arrival_s=at, priority=wanted.priority)
         for at, wanted in sorted(arrivals, key=lambda pair: pair[0])
     ]
     config = replace(default_config("4080s"), max_concurrency=lanes, kv_capacity=pages * 64, draft_tokens=0)
-    run = Machine(COST, config).run(asks)
+    run = Machine(COST, config, concurrent=concurrent).run(asks)
     assert (sum(job.pauses for job in run.jobs.values()) > 0) is crowded
     for wanted in asks:
         job, timings = run.jobs[wanted.id], log.finished[wanted.id].timings

@@ -1,5 +1,6 @@
 """What the policy promises on a card, without the card."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from longlane.simulate.machine import PolicyName
 from longlane.simulate.measures import wait_s
 from longlane.simulate.presets import CARDS, preset
 from longlane.simulate.scenarios import SCENARIOS, Report, Setting, default_config
-from longlane.simulate.workload import TEXTS, Ask
+from longlane.simulate.workload import TEXTS, Ask, Ids
 
 
 def answer(scenario: str, card: str = "4080s", policy: PolicyName = "longlane") -> Report:
@@ -86,6 +87,29 @@ def test_no_chunk_of_a_long_prefill_lasts_longer_than_a_newcomer_may_wait(moment
     short = Ask(id="short", prompt=range(10**6, 10**6 + 466), answer=[0], arrival_s=90 * moment)
     steps = setting.run([long, short], 2).steps
     assert max(step.prefill_s for step in steps if step.chunk and step.chunk.id == "long") <= 0.2
+
+
+@pytest.mark.parametrize("card", ["4080s", "h200"])
+def test_beside_a_prefill_in_parts_of_the_card_both_get_more_than_by_taking_turns(card):
+    setting = Setting(preset(card), default_config(card))
+    turns, parts = (
+        SCENARIOS["decode-beside-prefill"](replace(setting, concurrent=concurrent)).summary
+        for concurrent in (False, True)
+    )
+    assert parts["kept"] >= 0.5
+    assert parts["kept"] + parts["prefill_speed"] > 1.05 * (turns["kept"] + turns["prefill_speed"])
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+@pytest.mark.parametrize("late_s", [0.0, 0.11, 0.22, 0.33])
+def test_a_short_request_waits_for_one_chunk_or_one_round_and_not_for_what_decode_is_owed(concurrent, late_s):
+    ids, setting = Ids(), Setting(preset("h200"), default_config("h200"), concurrent=concurrent)
+    writer = Ask(id="writer", prompt=ids(466), answer=ids(6000))
+    long = Ask(id="long", prompt=ids(92_700), answer=ids(1), arrival_s=5.0)
+    short = Ask(id="short", prompt=ids(466), answer=ids(1), arrival_s=30.0 + late_s)
+    run = setting.run([writer, long, short], 3)
+    longest_round = max(step.decode_s for step in run.steps)
+    assert wait_s(run.jobs["short"]) <= (0.0 if concurrent else 0.2) + 2 * longest_round
 
 
 @pytest.mark.parametrize("card", ["4080s", "h200"])

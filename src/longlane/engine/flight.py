@@ -1,0 +1,166 @@
+"""What is on the device: a decode round, and beside it or in turn with it a chunk of a prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from longlane.engine.batch import Row
+from longlane.engine.job import Job
+from longlane.engine.runner import Runner
+from longlane.errors import EngineError
+from longlane.memory.plan import PAGE
+from longlane.sampling import Decision, RowState, column_parameters, decide_rows
+from longlane.spec.drafter import DraftLane, Proposal
+
+
+class DraftSource(Protocol):
+    """What the loop needs of `spec.speculator.Speculator`."""
+
+    @property
+    def max_drafts(self) -> int: ...
+
+    def open(self, row: RowState) -> DraftLane: ...
+
+    def learn(self, lane: DraftLane, length: int) -> None: ...
+
+    def propose(self, lanes: Sequence[DraftLane], rooms: Sequence[int]) -> list[Proposal]: ...
+
+    def judge(self, lanes: Sequence[DraftLane], drafted: Sequence[int], columns: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A decode round of all `jobs`, begun at a time of the engine's clock."""
+
+    jobs: Sequence[Job]
+    rows: Sequence[Row]
+    proposals: Sequence[Proposal]
+    began: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next tokens of a prompt; the last ones decide a token."""
+
+    job: Job
+    row: Row
+    began: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step did to one job: its input tokens that stand, and what they decided (None: the prompt goes on)."""
+
+    job: Job
+    token_ids: Sequence[int]
+    decision: Decision | EngineError | None
+
+
+class Flights:
+    """At most one round or chunk under way on the main stream, and one chunk beside it. Each is launched, and read when
+    its result is wanted."""
+
+    def __init__(self, runner: Runner, speculator: DraftSource | None) -> None:
+        self._runner, self._speculator = runner, speculator
+        self.round: Round | None = None
+        self.chunk: Chunk | None = None
+        self.beside: Chunk | None = None
+
+    def __bool__(self) -> bool:
+        return self.main or self.beside is not None
+
+    @property
+    def main(self) -> bool:
+        """Whether the main stream has something."""
+        return self.round is not None or self.chunk is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether who waits for the next result has time: the main stream's, or that beside it. A thread that launches
+        a chunk gets the interpreter only while everybody else waits for the device."""
+        if not self or self._runner.launching:
+            return False
+        return not (self._runner.round_done if self.round else self._runner.chunk_done(beside=not self.chunk))
+
+    @property
+    def beside_done(self) -> bool:
+        return self.beside is not None and self._runner.chunk_done(beside=True)
+
+    def hold(self, job: Job) -> bool:
+        """Whether something that runs writes to what `job` holds."""
+        chunks = [chunk.job for chunk in (self.chunk, self.beside) if chunk]
+        return job in chunks or (self.round is not None and job in self.round.jobs)
+
+    def launch_round(self, jobs: Sequence[Job], now: float) -> None:
+        """Every job's last token and its drafts, verified together."""
+        proposals = self._propose(jobs)
+        rows = [decode_row(job, proposal) for job, proposal in zip(jobs, proposals, strict=True)]
+        self._runner.decode(rows, beside=self.beside is not None)
+        self.round = Round(jobs, rows, proposals, now)
+
+    def launch_chunk(self, job: Job, tokens: int, now: float, *, beside: bool) -> None:
+        """The next `tokens` of a prompt, or less where a state is to be kept; `beside` the main stream, or on it."""
+        assert job.lease is not None
+        end = job.chunk_end(tokens)
+        row = Row(job.lease, job.tokens[job.lease.length : end])
+        self._runner.prefill(row, decides=end == len(job.tokens) and job.row.finish is None, beside=beside)
+        if beside:
+            self.beside = Chunk(job, row, now)
+        else:
+            self.chunk = Chunk(job, row, now)
+
+    def read_round(self) -> list[Outcome]:
+        """Wait for the round, and start on what moves its states on."""
+        flight, self.round = self.round, None
+        assert flight is not None
+        jobs, answer = flight.jobs, self._runner.read()
+        drafts = [tokens[1 : 1 + len(own)] for tokens, own in zip(answer.tokens, flight.proposals, strict=True)]
+        states = [job.row for job in jobs]
+        decisions = decide_rows(answer.logits, drafts, states, starts=answer.starts, best=answer.best)
+        columns = [0 if isinstance(decision, EngineError) else decision.accepted + 1 for decision in decisions]
+        # Before the commit: it may copy the slot, or exchange a page.
+        self._runner.settle(columns)
+        if self._speculator:
+            lanes = [job.lane for job in jobs if job.lane is not None]
+            self._speculator.judge(lanes, list(map(len, drafts)), columns)
+        outcomes = []
+        for job, tokens, run, kept, decision in zip(jobs, answer.tokens, drafts, columns, decisions, strict=True):
+            if isinstance(decision, Decision):
+                job.count_round(len(run), decision.accepted)
+            outcomes.append(Outcome(job, tokens[:kept], decision))
+        return outcomes
+
+    def read_chunk(self, *, beside: bool) -> Outcome:
+        """Wait for the chunk."""
+        flight = self.beside if beside else self.chunk
+        assert flight is not None
+        logits = self._runner.wait(beside=beside)
+        if beside:
+            self.beside = None
+        else:
+            self.chunk = None
+        job, row = flight.job, flight.row
+        decision = None if logits is None else decide_rows(logits, [[]], [job.row])[0]
+        if self._speculator and job.lane:
+            self._speculator.learn(job.lane, row.lease.length + len(row.token_ids))
+        return Outcome(job, row.token_ids, decision)
+
+    def _propose(self, jobs: Sequence[Job]) -> list[Proposal]:
+        """Drafts for each job, within its pages and within what it may generate beside this round's token."""
+        if self._speculator is None:
+            return [Proposal([]) for _ in jobs]
+        lanes, rooms = [], []
+        for job in jobs:
+            assert job.lease is not None
+            assert job.lane is not None
+            lanes.append(job.lane)
+            rooms.append(min(len(job.lease.pages) * PAGE - job.lease.length, job.row.remaining) - 1)
+        return self._speculator.propose(lanes, rooms)
+
+
+def decode_row(job: Job, proposal: Proposal) -> Row:
+    """The last token and the drafts."""
+    assert job.lease is not None
+    token_ids = [job.tokens[-1], *proposal.token_ids]
+    parameters = column_parameters(job.row, len(token_ids) + proposal.neural) if job.row.params.temperature else ()
+    return Row(job.lease, token_ids, proposal.neural, parameters)

@@ -1,0 +1,88 @@
+"""A card in two parts that run at the same time: one for decode rounds, the other for the chunk of a prompt.
+
+Streams alone do not share a card: kernels of a chunk leave no multiprocessor free for those of a round, or the other
+way round where the round has priority (`bench/results/log.md`). Green contexts of the CUDA driver give each its own
+multiprocessors. What a kernel computes does not depend on which they are.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from longlane.kernels.launch import device_properties, share
+
+# Since this version the driver has green contexts and their streams (12.5).
+DRIVER = 12050
+# Multiprocessors by which parts differ: what a thread block cluster may span on the newest cards.
+STEP = 8
+# Of what a part does alone, what is left beside the other: both read the same memory.
+BESIDE = 0.93
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """sms: how many multiprocessors what is captured or launched on `stream` runs on."""
+
+    stream: torch.cuda.Stream
+    sms: int
+
+
+def can_be_parted(device: torch.device) -> bool:
+    """Whether card, driver and bindings know green contexts."""
+    if device.type != "cuda" or find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return False
+    from cuda.bindings import driver
+
+    return bool(_call(driver.cuDriverGetVersion()) >= DRIVER and torch.cuda.get_device_capability(device) >= (8, 0))
+
+
+def part(device: torch.device, floor: float, seconds: Callable[[Part | None], float]) -> tuple[Part, Part] | None:
+    """The fewest multiprocessors on which rounds keep `floor` of their speed beside a chunk, and the others; None where
+    the others would then do less than by taking turns. seconds: what a round takes on a part, or on the whole card.
+    """
+    total, whole = device_properties(_index(device)).sms, seconds(None)
+    sizes = range(STEP, int(total * (1 - (1 - floor) / BESIDE)) + 1, STEP)
+    parts: dict[int, tuple[Part, Part]] = {}
+
+    def enough(sms: int) -> bool:
+        parts[sms] = split(device, sms)
+        return whole / seconds(parts[sms][0]) * BESIDE >= floor
+
+    fewest = bisect_left(sizes, True, key=enough)
+    return parts[sizes[fewest]] if fewest < len(sizes) else None
+
+
+def split(device: torch.device, sms: int) -> tuple[Part, Part]:
+    """At least `sms` multiprocessors, whose kernels go first where both want memory, and the rest of the card."""
+    from cuda.bindings import driver
+
+    handle = _call(driver.cuDeviceGet(_index(device)))
+    whole = _call(driver.cuDeviceGetDevResource(handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
+    [some], _, rest = _call(driver.cuDevSmResourceSplitByCount(1, whole, 0, sms))
+    return _part(driver, device, handle, some), _part(driver, device, handle, rest)
+
+
+def _part(driver: Any, device: torch.device, handle: Any, resource: Any) -> Part:
+    description = _call(driver.cuDevResourceGenerateDesc([resource], 1))
+    flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+    context = _call(driver.cuGreenCtxCreate(description, handle, flags))
+    stream = _call(driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
+    count = int(resource.sm.smCount)
+    share(int(stream), count)
+    return Part(torch.cuda.ExternalStream(int(stream), device=device), count)  # type: ignore[no-untyped-call]
+
+
+def _call(answer: tuple[Any, ...]) -> Any:
+    """The results of a driver call, which begin with its error."""
+    error, *results = answer
+    if error:
+        raise RuntimeError(f"the CUDA driver cannot part the card: {error.name}")
+    return results[0] if len(results) == 1 else results
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
