@@ -53,7 +53,7 @@ def start(loaded: LoadedModel, spec: str, context: int, **options: Any) -> Engin
     drafts = {"draft_tokens": DRAFTS, "lm_head_draft": True} if spec == "mtp" else {}
     config = EngineConfig(
         model="random", spec=spec, max_context=context, prefix_reuse=False, pending_timeout_ms=3_600_000,
-        **(drafts | options),
+        concurrent_prefill=False, **(drafts | options),
     )  # type: ignore[arg-type]  # fmt: skip
     engine, ready = startup.assemble(
         config, loaded, Path(), vocab_size=loaded.info.vocab_size, dtype="bf16", device=torch.device("cuda"),
