@@ -1,7 +1,7 @@
 """The policy as pure functions: who runs, who waits, how long."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longlane.engine.admission import is_overloaded
@@ -103,7 +103,8 @@ def test_a_prompt_with_little_left_waits_for_no_more_than_one_chunk_before_it():
     assert plan(row("a"), row("q", QUICK), debt_s=POLICY.gap_s * 1.01).prefill is None
 
 
-@given(st.floats(1e-3, 0.1), st.floats(1e-3, 0.1), st.floats(0.05, 0.95), st.integers(200, 2000))
+@given(st.floats(1e-3, 0.1), st.floats(1e-3, 0.1), st.floats(0.05, 0.95), st.integers(200, 1000))
+@settings(deadline=None)
 def test_decode_keeps_its_floor_beside_many_short_prompts(decode_s, prefill_s, floor, steps):
     policy = Policy(prefill_chunk=1024, decode_floor=floor)
     debt = decoding = prefilling = 0.0
@@ -141,6 +142,7 @@ def test_where_the_card_can_be_parted_a_chunk_runs_beside_the_rounds():
     floor=st.floats(0.05, 0.95),
     steps=st.integers(200, 2000),
 )
+@settings(deadline=None)
 def test_decode_keeps_its_floor_of_the_time(decode_s, prefill_s, floor, steps):
     debt = decoding = prefilling = 0.0
     for _ in range(steps):
