@@ -13,6 +13,7 @@ prefixes are not shared for the same reason.
 
 import argparse
 import json
+import math
 import random
 import signal
 import subprocess
@@ -68,7 +69,7 @@ class Source:
         draw = self._random
         self._count += 1
         long = draw.random() < 0.2
-        length = int(2 ** (draw.uniform(11, self._longest.bit_length() - 1) if long else draw.uniform(4, 11)))
+        length = int(2 ** (draw.uniform(11, math.log2(self._longest)) if long else draw.uniform(4, 11)))
         start = draw.randrange(len(self._text))
         prompt = [self._text[(start + i) % len(self._text)] for i in range(min(length, self._longest))]
         warm = draw.random() < 0.5
