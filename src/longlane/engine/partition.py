@@ -5,6 +5,7 @@ way round where the round has priority (`bench/results/log.md`). Green contexts 
 multiprocessors. What a kernel computes does not depend on which they are.
 """
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,13 @@ DRIVER = 12050
 STEP = 8
 # Of what a part does alone, what is left beside the other: both read the same memory.
 BESIDE = 0.93
+
+
+log = logging.getLogger(__name__)
+
+
+class _RefusedError(Exception):
+    """A driver that knows green contexts may still not have them for this card, for instance under virtualisation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,8 @@ def can_be_parted(device: torch.device) -> bool:
 
 def part(device: torch.device, floor: float, seconds: Callable[[Part | None], float]) -> tuple[Part, Part] | None:
     """The fewest multiprocessors on which rounds keep `floor` of their speed beside a chunk, and the others; None where
-    the others would then do less than by taking turns. seconds: what a round takes on a part, or on the whole card.
+    the others would then do less than by taking turns, or where the driver refuses. seconds: what a round takes on a
+    part, or on the whole card.
     """
     total, whole = device_properties(_index(device)).sms, seconds(None)
     sizes = range(STEP, int(total * (1 - (1 - floor) / BESIDE)) + 1, STEP)
@@ -52,18 +61,22 @@ def part(device: torch.device, floor: float, seconds: Callable[[Part | None], fl
         parts[sms] = split(device, sms)
         return whole / seconds(parts[sms][0]) * BESIDE >= floor
 
-    fewest = bisect_left(sizes, True, key=enough)
+    try:
+        fewest = bisect_left(sizes, True, key=enough)
+    except _RefusedError as error:
+        log.warning("prefills take turns with decoding: %s", error)
+        return None
     return parts[sizes[fewest]] if fewest < len(sizes) else None
 
 
 def split(device: torch.device, sms: int) -> tuple[Part, Part]:
-    """At least `sms` multiprocessors, whose kernels go first where both want memory, and the rest of the card."""
+    """At least `sms` multiprocessors, and the rest of the card."""
     from cuda.bindings import driver
 
     handle = _call(driver.cuDeviceGet(_index(device)))
     whole = _call(driver.cuDeviceGetDevResource(handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
-    [some], _, rest = _call(driver.cuDevSmResourceSplitByCount(1, whole, 0, sms))
-    return _part(driver, device, handle, some), _part(driver, device, handle, rest)
+    groups, _, rest = _call(driver.cuDevSmResourceSplitByCount(1, whole, 0, sms))
+    return _part(driver, device, handle, groups[0]), _part(driver, device, handle, rest)
 
 
 def _part(driver: Any, device: torch.device, handle: Any, resource: Any) -> Part:
@@ -80,7 +93,7 @@ def _call(answer: tuple[Any, ...]) -> Any:
     """The results of a driver call, which begin with its error."""
     error, *results = answer
     if error:
-        raise RuntimeError(f"the CUDA driver cannot part the card: {error.name}")
+        raise _RefusedError(f"the CUDA driver cannot part the card: {error.name}")
     return results[0] if len(results) == 1 else results
 
 

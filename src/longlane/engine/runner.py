@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 class Runner:
     """One model on one device. vocab_size: the tokens that may be sampled.
 
-    A round ends with `read`, a chunk with `wait`, and nothing else waits for the device. Where it is `concurrent`, one
-    of each may be under way: a chunk comes after what the main stream was given before it, and what it writes to nobody
-    else uses until `wait`. limits: sizes of the fixed buffers, by default as much as the caches could need.
+    A round ends with `read`, a chunk with `wait`, and nothing else waits for the device. One of them is under way, and
+    where the runner is `concurrent` another chunk `beside` it: that comes after what the main stream was given before,
+    and nobody else uses what it writes to until `wait`. limits: sizes of the fixed buffers, by default as much as the
+    caches could need.
     last_step: what was asked of the device last, for a fault report; `on_step` hears of it before it is launched.
     """
 

@@ -1,6 +1,7 @@
 """How many multiprocessors of a card decoding gets beside a prefill, from what its rounds take on them."""
 
 from collections.abc import Callable
+from enum import IntEnum
 
 import pytest
 import torch
@@ -8,6 +9,10 @@ import torch
 from longlane.engine import partition
 from longlane.engine.partition import BESIDE, Part, can_be_parted, part
 from longlane.kernels.launch import DeviceProperties, multiprocessors, properties
+
+
+class Refusal(IntEnum):
+    NOT_SUPPORTED = 801
 
 
 @pytest.fixture
@@ -60,6 +65,12 @@ def test_decoding_gets_the_fewest_that_keep_its_floor_if_a_prefill_gets_more_tha
     assert (decode.sms, prefill.sms) == (chosen, 132 - chosen)
     assert seconds(None) / seconds(decode) * BESIDE >= floor
     assert prefill.sms / 132 * BESIDE >= 1 - floor
+
+
+def test_where_the_driver_refuses_prefills_take_turns(tried, monkeypatch, caplog):
+    monkeypatch.setattr(partition, "split", lambda device, sms: partition._call((Refusal.NOT_SUPPORTED,)))
+    assert part(torch.device("cuda", 0), 0.5, bound_by_memory) is None
+    assert "take turns with decoding: the CUDA driver cannot part the card: NOT_SUPPORTED" in caplog.text
 
 
 def test_the_host_has_no_parts():
