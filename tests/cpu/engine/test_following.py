@@ -18,7 +18,7 @@ from longlane.memory.states import SlotPool
 from longlane.simulate.machine import Still
 from longlane.types import Request
 from support.hash_model import VOCAB
-from support.toy_engine import Log, build, oracle, run, settings
+from support.toy_engine import Log, PatientLane, build, oracle, run, settings
 
 SYSTEM = list(range(200))
 LATER = 100.0
@@ -171,15 +171,17 @@ def crowds(draw: st.DrawFn) -> list[tuple[int, Request, int | None]]:
     spare=st.integers(0, 6),
     slots=st.integers(0, 3),
     overlap=st.booleans(),
+    beside=st.sampled_from([None, 0, 3]),
 )
 @examples(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_nobody_waits_for_ever_whatever_leads_follows_pauses_or_is_cancelled(
-    crowd, lanes, chunk, spare, slots, overlap
+    crowd, lanes, chunk, spare, slots, overlap, beside
 ):
     config = settings(max_concurrency=lanes, prefill_chunk=chunk)
     pages = max(-(-(len(wanted.token_ids) + wanted.max_tokens) // 64) for _, wanted, _ in crowd) + spare
     # The clock stands still, so that nobody's patience ends.
-    engine, log = build(config, pages=pages, spare_slots=slots, overlap=overlap), Log()
+    lane = None if beside is None else PatientLane(beside)
+    engine, log = build(config, pages=pages, spare_slots=slots, overlap=overlap, beside=lane), Log()
     for step in range(60):
         for at, wanted, cancelled in crowd:
             if at == step:

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from longlane.types import Request
 from support.conversations import Conversation, Turn, drain, serve, turns
-from support.toy_engine import Clock, Guesser, Log, build, settings
+from support.toy_engine import Clock, Guesser, Log, PatientLane, build, settings
 
 
 def check_warm_is_cold(
-    work: list[Turn], *, system: int, lanes: int, chunk: int, slots: int, spare: int, drafts: int
+    work: list[Turn], *, system: int, lanes: int, chunk: int, slots: int, spare: int, drafts: int, beside: int | None
 ) -> None:
     talk = Conversation(system)
     wanted = [talk.request(index, turn) for index, turn in enumerate(work)]
@@ -22,6 +22,8 @@ def check_warm_is_cold(
         speculator=Guesser(drafts, 3) if drafts else None,
         clock=Clock(tick=0.001),
         spare_slots=slots,
+        overlap=beside is not None,
+        beside=None if beside is None else PatientLane(beside),
     )
     log = Log()
     for turn, one in zip(work, wanted, strict=True):
@@ -45,21 +47,22 @@ case = given(
     slots=st.integers(0, 6),
     spare=st.integers(0, 12),
     drafts=st.sampled_from([0, 3]),
+    beside=st.sampled_from([None, 0, 2, 20]),
 )
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 @case
 @examples(max_examples=40, deadline=None, suppress_health_check=slow)
-def test_warm_equals_cold(work, system, lanes, chunk, slots, spare, drafts):
-    check_warm_is_cold(work, system=system, lanes=lanes, chunk=chunk, slots=slots, spare=spare, drafts=drafts)
+def test_warm_equals_cold(work, **machine):
+    check_warm_is_cold(work, **machine)
 
 
 @pytest.mark.nightly
 @case
 @examples(max_examples=300, deadline=None, suppress_health_check=slow)
-def test_warm_equals_cold_at_length(work, system, lanes, chunk, slots, spare, drafts):
-    check_warm_is_cold(work, system=system, lanes=lanes, chunk=chunk, slots=slots, spare=spare, drafts=drafts)
+def test_warm_equals_cold_at_length(work, **machine):
+    check_warm_is_cold(work, **machine)
 
 
 def test_the_next_turn_computes_only_what_is_new():

@@ -38,7 +38,7 @@ from support.conversations import Conversation, Turn, drain, serve, turns
 from support.hash_model import VOCAB
 from support.late_executor import LateExecutor
 from support.random_checkpoint import write_side_files
-from support.toy_engine import Clock, Guesser, Log, arena, build, oracle, settings
+from support.toy_engine import Clock, Guesser, Log, PatientLane, arena, build, oracle, settings
 
 MODEL = fingerprint("hash", "float64")
 
@@ -98,6 +98,7 @@ def check(
     host: tuple[int, int],
     disk: int,
     pace: float,
+    beside: int | None,
 ) -> None:
     """Run `work` with a restart in the middle; `disk` is the bytes that the disk tier may use, 0 for none, and `pace`
     how likely a look finds its next task done."""
@@ -120,6 +121,8 @@ def check(
                 host=host,
                 disk=Disk(path, disk, MODEL, ledger, worker) if disk else None,
                 ledger=ledger,
+                overlap=beside is not None,
+                beside=None if beside is None else PatientLane(beside),
             )
             for index in part:
                 engine.submit(wanted[index])
@@ -144,6 +147,7 @@ case = given(
     host=st.tuples(st.integers(1, 20), st.integers(1, 5)),
     disk=st.sampled_from([0, 0, 20_000, 1 << 30]),
     pace=st.sampled_from([0.05, 0.3, 1.0]),
+    beside=st.sampled_from([None, 0, 2, 20]),
 )
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
