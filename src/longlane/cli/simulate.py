@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import msgspec
 import typer
@@ -23,7 +23,7 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option(help="Instead of a scenario: requests in a file of JSON lines.", metavar="FILE")
     ] = None,
-    policy: Annotated[str, typer.Option(help="longlane, or fcfs: one prefill after the other.")] = "longlane",
+    policy: Annotated[PolicyName, typer.Option(help="longlane, or fcfs: one prefill after the other.")] = "longlane",
     max_concurrency: Annotated[int, typer.Option(help="Lanes of a trace.", min=1, max=16)] = 4,
     prefill_chunk: Annotated[int, typer.Option(help="Most tokens of a prefill step.", min=1)] = 1024,
     decode_floor: Annotated[float, typer.Option(help="Share of time decode keeps.", min=0, max=0.95)] = 0.5,
@@ -38,8 +38,6 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Draw who ran when; needs matplotlib.", metavar="FILE.png")] = None,
 ) -> None:
     """Run the engine's own scheduler and admission over a virtual clock and the cost model of a card."""
-    if policy not in get_args(PolicyName):
-        raise ConfigError(f"--policy {policy} is not known; one of {', '.join(get_args(PolicyName))}")
     config = replace(
         default_config(preset_name),
         prefill_chunk=prefill_chunk,
@@ -48,9 +46,7 @@ def simulate(
     )
     if kv_capacity is not None:
         config = replace(config, kv_capacity=kv_capacity)
-    setting = Setting(
-        preset(preset_name), config, "fcfs" if policy == "fcfs" else "longlane", concurrent=concurrent_prefill
-    )
+    setting = Setting(preset(preset_name), config, policy, concurrent=concurrent_prefill)
     report = answer(setting, scenario, trace, max_concurrency)
     if plot is not None:
         draw(report.run, plot)

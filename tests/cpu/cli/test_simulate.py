@@ -45,7 +45,6 @@ def test_a_scenario_is_a_table():
         (["--scenario", "lanes", "--trace", "x"], "one of the two"),
         (["--scenario", "none"], "short-behind-long"),
         (["--scenario", "lanes", "--preset", "5090"], "4080s"),
-        (["--scenario", "lanes", "--policy", "lifo"], "fcfs"),
         (["--scenario", "lanes", "--draft-tokens", "6"], "0 to 5"),
         (["--trace", "/nowhere"], "/nowhere"),
     ],
@@ -54,6 +53,12 @@ def test_what_cannot_be_is_refused(args, message):
     result = CliRunner().invoke(app, ["simulate", *args])
     assert isinstance(result.exception, ConfigError)
     assert message in result.exception.message
+
+
+def test_a_policy_that_is_not_known_is_told_those_that_are():
+    result = CliRunner().invoke(app, ["simulate", "--scenario", "lanes", "--policy", "lifo"])
+    assert result.exit_code == 2
+    assert "fcfs" in result.output
 
 
 @pytest.mark.parametrize(
