@@ -4,22 +4,19 @@
 
 The fast route rounds activations: to int8 on the CPU, to bfloat16 on a card. The text is the docstrings of Python's
 standard library, in windows of 512 tokens, computed `--chunk` tokens at a time: 1 is decode. Prints top-1 agreement,
-the mean Kullback-Leibler divergence from float32, and bits per byte of both routes. `--emulate` takes, instead of the
-device's own route, the arithmetic of a card's decode, one operation after the other or in fused chains.
+the mean Kullback-Leibler divergence from float32, and bits per byte of both routes.
 """
 
 import argparse
 import importlib
 import math
-from contextlib import nullcontext
 
 import torch
-from bench.card_arithmetic import ROUNDINGS, emulating
 from torch import Tensor
 
 from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
-from longlane.layers.batch import Batch, Kind, new_caches
+from longlane.layers.batch import Batch, new_caches
 from longlane.models.decoder import Decoder
 from longlane.models.registry import load_model
 from longlane.text.tokenizer import Tokenizer
@@ -47,10 +44,8 @@ def docstrings() -> str:
     return "\n\n".join(dict.fromkeys(parts))
 
 
-def log_probabilities(
-    model: Decoder, ids: list[int], chunk: int, dtype: torch.dtype, device: str, kind: Kind
-) -> Tensor:
-    """[n, vocab] float32 of one window from an empty cache, on the CPU. A "verify" is one step."""
+def log_probabilities(model: Decoder, ids: list[int], chunk: int, dtype: torch.dtype, device: str) -> Tensor:
+    """[n, vocab] float32 of one window from an empty cache, on the CPU."""
     pages = -(-len(ids) // 64)
     codec = "bf16" if dtype == torch.bfloat16 else "float32"
     caches = new_caches(model.spec, pages=pages + 1, slots=2, codec=codec, dtype=dtype, device=device)
@@ -60,7 +55,7 @@ def log_probabilities(
     for begin in range(0, len(ids), chunk):
         tokens = torch.tensor(ids[begin : begin + chunk], device=device)
         batch = Batch(
-            kind=kind,
+            kind="decode" if len(tokens) == 1 else "prefill",
             token_ids=tokens,
             positions=torch.arange(begin, begin + len(tokens), device=device),
             query_start=(0, len(tokens)),
@@ -79,23 +74,20 @@ def main() -> None:
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--chunk", type=int, default=WINDOW)
     parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--emulate", choices=list(ROUNDINGS))
     options = parser.parse_args()
     path, device, mode = resolve(options.model), options.device, options.weights
     definition = open_resources(path).get("tokenizer")
     assert definition is not None
     tokenizer = Tokenizer(definition)
-    dtype = torch.float32 if device == "cpu" and not options.emulate else torch.bfloat16
-    kind: Kind = "verify" if options.emulate else "decode" if options.chunk == 1 else "prefill"
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     exact = load_model(path, weights=mode).model
     fast = load_model(path, device=device, dtype=dtype, packed=True, weights=mode).model
     ids = tokenizer.encode_text(docstrings())
     agree = divergence = positions = nbytes = close = 0.0
     loss = {"float32": 0.0, "fast": 0.0}
     for window in [ids[i * WINDOW : (i + 1) * WINDOW] for i in range(options.windows)]:
-        p = log_probabilities(exact, window, WINDOW, torch.float32, "cpu", "prefill")
-        with emulating(options.emulate) if options.emulate else nullcontext():
-            q = log_probabilities(fast, window, options.chunk, dtype, device, kind)
+        p = log_probabilities(exact, window, WINDOW, torch.float32, "cpu")
+        q = log_probabilities(fast, window, options.chunk, dtype, device)
         same = p.argmax(-1) == q.argmax(-1)
         lead = p.topk(2, dim=-1).values.diff(dim=-1).abs()[:, 0]
         agree, close = agree + float(same.sum()), max([close, *lead[~same].tolist()])
@@ -105,8 +97,7 @@ def main() -> None:
         for name, values in (("float32", p), ("fast", q)):
             loss[name] -= float(values[:-1].gather(1, targets).sum()) / math.log(2)
         nbytes += sum(len(tokenizer.token_bytes(token)) for token in window[1:])
-    route = f"{options.emulate} as on a card" if options.emulate else f"{device}, chunks of {options.chunk}"
-    print(f"{options.model}, weights {mode}, {route}, {positions:.0f} positions:")
+    print(f"{options.model}, weights {mode}, {device}, chunks of {options.chunk}, {positions:.0f} positions:")
     print(f"top-1 agreement {agree / positions:.2%} (largest lead lost {close:.3f} nats), ", end="")
     print(f"KL {divergence / positions:.5f} nats, ", end="")
     print(", ".join(f"{name} {bits / nbytes:.4f} bits/byte" for name, bits in loss.items()))

@@ -1,5 +1,4 @@
-"""What a chain is made of. All compare and hash by identity: a model makes its products once, so that a route may keep
-what it has prepared for them."""
+"""What a chain is made of. All compare by identity, as tensors do."""
 
 from dataclasses import dataclass
 
