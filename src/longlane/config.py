@@ -44,7 +44,7 @@ class EngineConfig:
     auto_long_anchors: int = 4
     disk_cache: Path | None = None
     disk_cache_gib: int = 16
-    prefill_chunk: int = 1024
+    prefill_chunk: int | None = None
     decode_floor: float = 0.5
     spec: SpecMode = "off"
     draft_tokens: int | None = None

@@ -181,6 +181,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     lanes: int
     max_context: int
     guaranteed_context: int
+    prefill_chunk: int
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

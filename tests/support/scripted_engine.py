@@ -40,6 +40,7 @@ class ScriptedEngine:
             lanes=4,
             max_context=max_context,
             guaranteed_context=256,
+            prefill_chunk=1024,
         )
         info = ModelInfo(
             name="M", family="llama", parameters=1, vocab_size=264, max_context=max_context, weights_bytes=1

@@ -62,7 +62,7 @@ def load(config: EngineConfig, progress: Callable[[Loading], None]) -> tuple[Eng
     info = ModelInfo(name="hash", family="hash", parameters=0, vocab_size=VOCAB, max_context=context, weights_bytes=0)
     plan = MemoryPlan(
         device_bytes=0, pools=[], kv_dtype="float64", kv_pages=PAGES, kv_tokens=PAGES * 64, lanes=lanes,
-        max_context=context, guaranteed_context=context,
+        max_context=context, guaranteed_context=context, prefill_chunk=1024,
     )  # fmt: skip
     return engine, Ready(model=info, plan=plan, cuda_graphs=config.cuda_graph)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 
-def _parse_capacity(text: str) -> int | None:
+def _parse_tokens(text: str) -> int | None:
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) == 0:
@@ -29,7 +29,7 @@ HELP = {
     "max_context": _option("Most tokens of prompt and answer together. Default 8192.", min=1),
     "kv_capacity": _option(
         "Tokens in the KV pool, or auto: what lanes x context need, at most what fits. Default auto.",
-        parser=_parse_capacity,
+        parser=_parse_tokens,
         metavar="N|auto",
     ),
     "max_concurrency": _option("Lanes: requests that run at once.", min=1),
@@ -49,7 +49,11 @@ HELP = {
     "auto_long_anchors": _option("Keep a state at so many of a prompt's last message ends; 0 at none.", min=0),
     "disk_cache": _option("Folder for prefixes that survive a restart."),
     "disk_cache_gib": _option("Most disk space of this model in it.", min=1),
-    "prefill_chunk": _option("Most prompt tokens of one step.", min=1),
+    "prefill_chunk": _option(
+        "Most prompt tokens of one step, or auto: 1024, on a large card up to 4096. Default auto.",
+        parser=_parse_tokens,
+        metavar="N|auto",
+    ),
     "decode_floor": _option("Share of time that decoding keeps beside prefills.", min=0, max=0.95),
     "spec": _option("Speculative decoding."),
     "draft_tokens": _option("Most drafted tokens a round: up to 5 of mtp, 15 of lookup. Default auto.", min=1, max=15),

@@ -17,6 +17,7 @@ from longlane.engine.job import Job
 from longlane.engine.runner import Runner
 from longlane.errors import LonglaneError
 from longlane.memory.manager import Memory
+from longlane.memory.plan import CHUNKS
 from longlane.sampling import Decision, RowState
 from longlane.types import FromEngine, Request, Stats
 
@@ -50,7 +51,7 @@ class Engine:
         self._clock = clock
         self._overlap = config.overlap and runner.asynchronous
         self._policy = scheduler.Policy(
-            prefill_chunk=config.prefill_chunk,
+            prefill_chunk=config.prefill_chunk or CHUNKS[-1],
             decode_floor=config.decode_floor,
             lanes=config.max_concurrency,
             concurrent=self._overlap and runner.concurrent,

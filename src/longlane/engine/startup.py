@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -90,6 +91,7 @@ def assemble(
     """An engine over a model that is there: plan, caches, and every kernel run once. path: whose weights these are."""
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
     plan = plan_memory(config, loaded, dtype, kv_dtype, device)
+    config = replace(config, prefill_chunk=plan.prefill_chunk)
     caches = new_caches(
         loaded.spec,
         pages=plan.kv_pages + 1,

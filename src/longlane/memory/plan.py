@@ -38,6 +38,9 @@ STAGED_PAGES = 16
 
 VALUE_BYTES = {"float64": 8, "float32": 4, "bf16": 2}
 DEFAULT_CONTEXT = 8192
+# Tokens of a chunk where no flag says how many, and the part of a card that a larger one's activations may take.
+CHUNKS = (4096, 2048, 1024)
+CHUNK_SHARE = 1 / 100
 # The decode kernels serve 16 columns, so no verify step is wider.
 MAX_MTP_DRAFTS = 5
 MAX_LOOKUP_DRAFTS = 15
@@ -48,9 +51,10 @@ class PlanRequest:
     """Inputs of `make_plan`. Bytes are absolute; `weights` is bytes by part (text, mtp, draft head, vision).
 
     `width` is the widest activation of one token in values (gate and up together for a SwiGLU block).
-    `kv_capacity` None fills what fits, at most lanes x max_context. `state_slots` counts images beside the lanes' own.
-    `vision_tokens` 0 means no vision tower, `host_arena` that pages and states spill to the host. `dtype` is that of
-    the arithmetic, a name of `VALUE_BYTES`. `concurrent`: chunks may run beside rounds.
+    `kv_capacity` None fills what fits, at most lanes x max_context; `prefill_chunk` None is as `chunk_tokens` says.
+    `state_slots` counts images beside the lanes' own. `vision_tokens` 0 means no vision tower, `host_arena` that pages
+    and states spill to the host. `dtype` is that of the arithmetic, a name of `VALUE_BYTES`. `concurrent`: chunks may
+    run beside rounds.
     """
 
     device_bytes: int
@@ -65,7 +69,7 @@ class PlanRequest:
     gdn_state: GdnState = "fp32"
     kv_capacity: int | None = None
     state_slots: int = 0
-    prefill_chunk: int = 1024
+    prefill_chunk: int | None = None
     draft_tokens: int = 0
     vision_tokens: int = 0
     graphs: bool = True
@@ -129,12 +133,25 @@ def record_bytes(spec: CacheSpec, dtype: str = "bf16") -> int:
     return spec.gdn_layers * per_layer
 
 
+def chunk_tokens(req: PlanRequest) -> int:
+    """Most tokens of a chunk. A card unpacks every matrix once a chunk, so a large one makes chunks as large as its
+    memory can spare; elsewhere they gain nothing by it."""
+    if req.prefill_chunk is not None:
+        return req.prefill_chunk
+    most = req.device_bytes * CHUNK_SHARE if req.driver_bytes else 0
+    return next((size for size in CHUNKS if size * activation_bytes(req) <= most), CHUNKS[-1])
+
+
+def activation_bytes(req: PlanRequest) -> int:
+    """A chunk's token: the widest activations, and their float32 twin in the recurrent layers."""
+    return VALUE_BYTES[req.dtype] * (2 * req.width + 6 * max(req.spec.conv_channels, req.spec.hidden))
+
+
 def fixed_pools(req: PlanRequest) -> list[Pool]:
     """Every pool but the KV pages."""
-    spec, columns = req.spec, req.draft_tokens + 1
-    # The widest activations of a chunk, their float32 twin in the recurrent layers, and the logits of a decode step.
-    workspace = req.prefill_chunk * VALUE_BYTES[req.dtype] * (2 * req.width + 6 * max(spec.conv_channels, spec.hidden))
-    # The last as the step keeps them; graphs have the model's own and a draw's ids among theirs.
+    spec, columns, chunk = req.spec, req.draft_tokens + 1, chunk_tokens(req)
+    workspace = chunk * activation_bytes(req)
+    # The logits of a decode step, as the step keeps them; graphs have the model's own and a draw's ids among theirs.
     workspace += (1 if req.graphs else 3) * req.lanes * columns * req.vocab_size * 4
     if req.driver_bytes:
         # A card unpacks the matrices of a chunk one after another to bf16; the largest has the widest result.
@@ -150,7 +167,7 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
     if req.draft_tokens and spec.gdn_layers:
         size = req.lanes * columns * record_bytes(spec, req.dtype)
         pools.append(Pool(name="verify records", bytes=size, note=f"{columns} columns a lane"))
-    pools.append(Pool(name="workspace", bytes=workspace, note=f"chunk of {req.prefill_chunk} tokens, decode logits"))
+    pools.append(Pool(name="workspace", bytes=workspace, note=f"chunk of {chunk} tokens, decode logits"))
     if req.host_arena:
         size = max(STAGED_PAGES * page_bytes(spec, req.kv_dtype), state_bytes(spec, req.dtype, req.gdn_state))
         pools.append(Pool(name="staging", bytes=size, note=f"a state or {STAGED_PAGES} pages on their way to the host"))
@@ -182,7 +199,7 @@ def prefill_attention(req: PlanRequest) -> int:
     if req.kv_dtype in RAW_BYTES:
         return 0
     plain = SEGMENT * PAGE * req.spec.kv_heads * req.spec.head_dim * 2 * VALUE_BYTES[req.dtype]
-    return plain + req.prefill_chunk * _part(req.spec)
+    return plain + chunk_tokens(req) * _part(req.spec)
 
 
 def _part(spec: CacheSpec) -> int:
@@ -227,6 +244,7 @@ def make_plan(req: PlanRequest) -> MemoryPlan:
         lanes=req.lanes,
         max_context=req.max_context,
         guaranteed_context=min(req.max_context, pages // req.lanes * PAGE),
+        prefill_chunk=chunk_tokens(req),
     )
 
 

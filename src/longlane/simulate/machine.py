@@ -14,7 +14,7 @@ from longlane.engine.admission import is_overloaded
 from longlane.engine.scheduler import Chunk, Entry, Snapshot, StepPlan, make_room, token_cost
 from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
-from longlane.memory.plan import PAGE
+from longlane.memory.plan import CHUNKS, PAGE
 from longlane.memory.prefix import PrefixTree
 from longlane.memory.states import SlotPool
 from longlane.simulate.cost import STATE_BYTES, CostModel
@@ -134,7 +134,7 @@ class Machine:
         self._config = config
         self._plan = PLANNERS[policy]
         self._limits = scheduler.Policy(
-            prefill_chunk=config.prefill_chunk,
+            prefill_chunk=config.prefill_chunk or CHUNKS[-1],
             decode_floor=config.decode_floor,
             lanes=config.max_concurrency,
             concurrent=concurrent,

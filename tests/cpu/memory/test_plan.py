@@ -64,6 +64,21 @@ def request(**changes: object) -> PlanRequest:
     return PlanRequest(**(base | changes))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("gib", "chunk"), [(24, 1024), (48, 1024), (80, 2048), (141, 4096)])
+def test_a_large_card_computes_larger_chunks(gib, chunk):
+    plan = make_plan(request(device_bytes=gib * GIB, max_context=8192))
+    assert plan.prefill_chunk == chunk
+    assert any(f"chunk of {chunk} tokens" in pool.note for pool in plan.pools)
+
+
+def test_a_chunk_that_is_asked_for_is_taken():
+    assert make_plan(request(device_bytes=141 * GIB, prefill_chunk=512)).prefill_chunk == 512
+
+
+def test_off_a_card_a_large_memory_makes_no_larger_chunk():
+    assert make_plan(request(device_bytes=141 * GIB, driver_bytes=0)).prefill_chunk == 1024
+
+
 @pytest.mark.parametrize(
     ("codec", "main", "with_mtp"),
     [
