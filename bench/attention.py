@@ -1,6 +1,6 @@
 # ruff: noqa: C408, B023 - records are keyword lists; lambdas run within their iteration.
-"""Attention and append of the 27B over pages of every `--kv-dtype`, and pages to and from the host, beside the ceilings
-of the same run.
+"""Attention of the 27B between its projections (norms, rotation, append, attention) and append alone, over pages of
+every `--kv-dtype`, and pages to and from the host, beside the ceilings of the same run.
 
     PYTHONPATH=src:. python bench/attention.py [--codecs bf16 rk4v4-e8] [--out results.json]
 
@@ -17,13 +17,14 @@ from bench.step import DEVICE, HEAD_DIM, HEADS, KV_HEADS, captured, ceilings, me
 from torch import Tensor
 
 from longlane.kernels import kv_codec
+from longlane.kernels.attention import Rotation
 from longlane.kernels.attention import triton as attention
 from longlane.kernels.kv_codec.layout import CODECS, RAW_BYTES, vector_bytes
 from longlane.kernels.kv_codec.pages import KVPages
 from longlane.kernels.ragged import Ragged, ragged
 from longlane.memory.arena import Arena, Ticket
 
-LAYERS = 16
+LAYERS, ROTATED = 16, 32
 WORKING_SET = 300 << 20
 DECODE = [((1,), 512), ((1,), 8192), ((4,), 8192), ((1,) * 8, 8192), ((1,), 65_536), ((1,), 260_096), ((4,), 260_096)]
 PREFILL = [((2048,), 8192), ((2048,), 63_488), ((2048,), 258_048), ((100,), 100_000)]
@@ -71,8 +72,10 @@ def time_attention(codec: str, lengths: tuple[int, ...], context: int, read: flo
     copies = 1 if lengths[0] > 16 else max(1, min(16, WORKING_SET // moved))
     where = layout(lengths, context, per_row)
     caches = [random_pages(codec, len(lengths) * per_row + 1) for _ in range(copies)]
-    q = heads(where.tokens, HEADS)
-    runs = [lambda c=c: attention.attend(q, c, where, scale=HEAD_DIM**-0.5) for c in caches]
+    q, k, _, v = heads(where.tokens, 2 * HEADS + 2 * KV_HEADS).split([HEADS, KV_HEADS, HEADS, KV_HEADS], dim=1)
+    angle, ones = torch.rand(where.tokens, ROTATED, device=DEVICE), torch.ones(HEAD_DIM, device=DEVICE)
+    rotation = Rotation(angle.cos(), angle.sin(), ones, ones, 1e-6)
+    runs = [lambda c=c: attention.mix(q, k, v, rotation, c, where, scale=HEAD_DIM**-0.5) for c in caches]
     taken = seconds_each(runs, 9 if lengths[0] <= 16 else 3)
     work = 4 * HEADS * HEAD_DIM * sum(lengths) * (context + lengths[0] / 2)
     memory, compute = moved / taken, work / taken

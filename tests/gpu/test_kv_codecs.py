@@ -61,3 +61,9 @@ def test_every_code(codec: str, length: int) -> None:
     some = {"scale": 0.088, "first_slot": 1}
     want = naive.attend(q, pages, rows, **some)
     route_checks.assert_close(route("attention").attend(q, pages, rows, **some), want, BF16)
+
+
+@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("codec", ["bf16", *CODED])
+def test_a_step_in_one_preparation(codec: str, size: int) -> None:
+    route_checks.attention_mix(route, (3, 1), (62, 0), (6, 1, size), "cuda", BF16, codec=codec)

@@ -1,6 +1,8 @@
 """What every GPU route must do, on any device and dtype: each function runs a route on poisoned, oddly strided inputs
 and compares it with the oracle. The interpreter runs them in float32, the GPU tests in bfloat16 too."""
 
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from types import ModuleType
 
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longlane.kernels import kv_codec
+from longlane.kernels.attention import Rotation
 from longlane.kernels.attention import naive as naive_attention
 from longlane.kernels.gdn import Record
 from longlane.kernels.gdn import naive as naive_gdn
@@ -110,6 +113,32 @@ def attention(
     q = torch.randn(rows.tokens, heads + 1, size, device=device).to(dtype)[:, :heads]
     arguments = {"scale": size**-0.5, "first_slot": first_slot}
     assert_close(route.attend(q, cache, rows, **arguments), naive_attention.attend(q, cache, rows, **arguments), dtype)
+
+
+def attention_mix(
+    route: Callable[[str], ModuleType], lengths: tuple[int, ...], context: tuple[int, ...],
+    heads: tuple[int, int, int], device: str, dtype: torch.dtype, *, normed: bool = True, codec: str = "",
+    pages: int = 7,
+) -> None:  # fmt: skip
+    """Norms, rotation, append and attention of short rows together are what the operations are one by one, bit for bit,
+    in the pages too: those of other tokens are as they were. `route` gives the module of an operation."""
+    query_heads, kv_heads, size = heads
+    rows = rows_on(device, lengths, context, pages)
+    got_pages = filled_pages(lengths, context, kv_heads, size, device, codec or RAW[dtype], pages)
+    want_pages = deepcopy(got_pages)
+    fused = torch.randn(rows.tokens, query_heads + 2 * kv_heads + 1, size, device=device).to(dtype)
+    q, k, v, _ = fused.split_with_sizes([query_heads, kv_heads, kv_heads, 1], dim=1)
+    angle = torch.randn(rows.tokens, size // 4, device=device)
+    weights = torch.randn(2, size, device=device) if normed else (None, None)
+    rotation = Rotation(angle.cos(), angle.sin(), *weights, EPS)
+    some = {"scale": size**-0.5, "first_slot": 1}
+    got = route("attention").mix(q, k, v, rotation, got_pages, rows, **some)
+    turned, keys = route("norm_rope").qk_norm_rope(q, k, rotation.cos, rotation.sin, *weights, EPS)
+    route("kv_codec").append(want_pages, keys, v, rows)
+    for a, b in zip(got_pages.planes(), want_pages.planes(), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    assert torch.equal(got, route("attention").attend(turned, want_pages, rows, **some))
+    assert_close(got, naive_attention.attend(turned, want_pages, rows, **some), dtype)
 
 
 def columns_of_attention_are_independent(

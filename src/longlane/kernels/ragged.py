@@ -1,6 +1,6 @@
 """How packed tokens fall into rows, and where each row lives in the caches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -35,6 +35,14 @@ class Ragged:
     @property
     def tokens(self) -> int:
         return self.query_start[-1]
+
+    def between(self, first: int, last: int) -> "Ragged":
+        """Rows first .. last - 1, whose tokens keep their places."""
+        return replace(
+            self, query_start=self.query_start[first : last + 1], context=self.context[first:last],
+            block_table=self.block_table[first:last], slots=self.slots[first:last],
+            starts=self.starts[first : last + 1], contexts=self.contexts[first:last],
+        )  # fmt: skip
 
     def lengths(self) -> tuple[int, ...]:
         """New tokens of each row."""

@@ -245,9 +245,13 @@ def _attend(
     pages = _pages(codec, rows, device)
     k, v = torch.randn(2, everything.tokens, KV_HEADS, HEAD_DIM, device=device).to(dtype)
     kv_codec.append(pages, k, v, everything)
-    q = torch.randn(rows.tokens, HEADS, HEAD_DIM, device=device).to(dtype)
+    fused = torch.randn(rows.tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device).to(dtype)
+    angle, weights = torch.randn(rows.tokens, 32, device=device), torch.randn(2, HEAD_DIM, device=device)
+    rotation = attention.Rotation(angle.cos(), angle.sin(), weights[0], weights[1], EPS)
+    q, k, v = fused.split_with_sizes([HEADS, KV_HEADS, KV_HEADS], dim=1)
     scale = HEAD_DIM**-0.5
-    return attention.attend(q, pages, rows, scale=scale), naive_attention.attend(q, pages, rows, scale=scale)
+    got = attention.mix(q, k, v, rotation, pages, rows, scale=scale)
+    return got, naive_attention.mix(q, k, v, rotation, pages, rows, scale=scale)
 
 
 def _pages(codec: str, rows: Ragged, device: torch.device) -> kv_codec.KVPages:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longlane.kernels import attention, kv_codec, norm_rope
+from longlane.kernels.attention import Rotation
 from longlane.kernels.chain import Gated
 from longlane.layers.batch import Caches, Step
 from longlane.layers.linear import Linear
@@ -32,10 +33,8 @@ class Attention:
         heads = self.heads
         fused = projected.view(projected.shape[0], -1, heads.dim)
         q, k, v = fused.split_with_sizes([heads.query, heads.kv, heads.kv], dim=1)
-        q, k = norm_rope.qk_norm_rope(q, k, step.cos, step.sin)
-        pages = caches.kv[self.index]
-        kv_codec.append(pages, k, v, step.rows)
-        return attention.attend(q, pages, step.rows, scale=heads.dim**-0.5).flatten(1)
+        rotation = Rotation(step.cos, step.sin)
+        return attention.mix(q, k, v, rotation, caches.kv[self.index], step.rows, scale=heads.dim**-0.5).flatten(1)
 
 
 class GatedAttention:
@@ -52,16 +51,19 @@ class GatedAttention:
         self.output = Linear.of(params, "output")
 
     def core(self, projected: Tensor, step: Step, caches: Caches) -> Gated:
-        q, gate = self.append(projected, step, caches)
-        pages = caches.kv[self.index]
-        scale = self.heads.dim**-0.5
-        return Gated(attention.attend(q, pages, step.rows, scale=scale, first_slot=self.first_slot), gate)
+        q, k, gate, v = self._split(projected)
+        rotation = Rotation(step.cos, step.sin, self.query_norm, self.key_norm, self.eps)
+        some = {"scale": self.heads.dim**-0.5, "first_slot": self.first_slot}
+        return Gated(attention.mix(q, k, v, rotation, caches.kv[self.index], step.rows, **some), gate)
 
-    def append(self, projected: Tensor, step: Step, caches: Caches) -> tuple[Tensor, Tensor]:
-        """Write the keys and values; return query and gate [N, heads, dim]."""
+    def append(self, projected: Tensor, step: Step, caches: Caches) -> None:
+        """Write the keys and values alone."""
+        q, k, _, v = self._split(projected)
+        _, k = norm_rope.qk_norm_rope(q, k, step.cos, step.sin, self.query_norm, self.key_norm, self.eps)
+        kv_codec.append(caches.kv[self.index], k, v, step.rows)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """Query, key, gate and value [N, heads, dim]."""
         heads = self.heads
         fused = projected.view(projected.shape[0], -1, heads.dim)
-        q, k, gate, v = fused.split_with_sizes([heads.query, heads.kv, heads.query, heads.kv], dim=1)
-        q, k = norm_rope.qk_norm_rope(q, k, step.cos, step.sin, self.query_norm, self.key_norm, self.eps)
-        kv_codec.append(caches.kv[self.index], k, v, step.rows)
-        return q, gate
+        return fused.split_with_sizes([heads.query, heads.kv, heads.query, heads.kv], dim=1)

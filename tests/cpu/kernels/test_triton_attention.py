@@ -64,6 +64,17 @@ def test_columns_over_coded_pages_are_independent(codec: str) -> None:
     )
 
 
+@pytest.mark.parametrize("codec", ["float32", *CODED])
+@pytest.mark.parametrize("shape", ["decode", "256"])
+def test_a_step_in_one_preparation(shape: str, codec: str) -> None:
+    lengths, context, heads = SHAPES[shape]
+    route_checks.attention_mix(interpreted, lengths, context, heads, "cpu", torch.float32, codec=codec)
+
+
+def test_a_step_without_norms_of_odd_heads() -> None:
+    route_checks.attention_mix(interpreted, (2, 1), (63, 0), (6, 2, 24), "cpu", torch.float32, normed=False)
+
+
 @pytest.mark.parametrize("codec", ["float32", "rk4v4"])
 def test_a_history_in_parts_and_segments(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two parts; coded pages in segments of one page for each of two rows."""

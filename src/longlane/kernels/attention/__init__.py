@@ -4,11 +4,12 @@ from typing import cast
 
 from torch import Tensor
 
+from longlane.kernels.attention.rotation import Rotation
 from longlane.kernels.kv_codec import KVPages
 from longlane.kernels.ragged import Ragged
 from longlane.kernels.route import route
 
-__all__ = ["attend"]
+__all__ = ["Rotation", "attend", "mix"]
 
 
 def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot: int = 0) -> Tensor:
@@ -18,3 +19,13 @@ def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot:
     Consecutive query heads share a KV head.
     """
     return cast(Tensor, route("attention", q).attend(q, pages, rows, scale=scale, first_slot=first_slot))
+
+
+def mix(
+    q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, pages: KVPages, rows: Ragged, *, scale: float,
+    first_slot: int = 0,
+) -> Tensor:  # fmt: skip
+    """`attend` of a step's turned queries q [N, heads, head_dim], whose turned keys k and values v [N, kv_heads,
+    head_dim] are first stored at the pages and offsets of `rows`."""
+    y = route("attention", q).mix(q, k, v, rotation, pages, rows, scale=scale, first_slot=first_slot)
+    return cast(Tensor, y)

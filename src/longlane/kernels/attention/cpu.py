@@ -5,11 +5,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from longlane.kernels import kv_codec
+from longlane.kernels.attention.rotation import Rotation
 from longlane.kernels.kv_codec import KVPages
+from longlane.kernels.norm_rope import cpu as cpu_norm
 from longlane.kernels.ragged import Ragged
 
 # Queries that share one mask: bounds the mask of a long prefill to _BLOCK x context.
 _BLOCK = 256
+
+
+def mix(
+    q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, pages: KVPages, rows: Ragged, *, scale: float,
+    first_slot: int = 0,
+) -> Tensor:  # fmt: skip
+    r = rotation
+    q, k = cpu_norm.qk_norm_rope(q, k, r.cos, r.sin, r.q_weight, r.k_weight, r.eps)
+    kv_codec.append(pages, k, v, rows)
+    return attend(q, pages, rows, scale=scale, first_slot=first_slot)
 
 
 def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot: int = 0) -> Tensor:

@@ -4,8 +4,20 @@ import torch
 from torch import Tensor
 
 from longlane.kernels import kv_codec
+from longlane.kernels.attention.rotation import Rotation
 from longlane.kernels.kv_codec import KVPages
+from longlane.kernels.norm_rope import naive as naive_norm
 from longlane.kernels.ragged import Ragged
+
+
+def mix(
+    q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, pages: KVPages, rows: Ragged, *, scale: float,
+    first_slot: int = 0,
+) -> Tensor:  # fmt: skip
+    r = rotation
+    q, k = naive_norm.qk_norm_rope(q, k, r.cos, r.sin, r.q_weight, r.k_weight, r.eps)
+    kv_codec.append(pages, k, v, rows)
+    return attend(q, pages, rows, scale=scale, first_slot=first_slot)
 
 
 def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot: int = 0) -> Tensor:

@@ -7,6 +7,8 @@ multiplies its scores (keys) or the weights of the softmax (values), in float32.
 stride apart and its arithmetic does not depend on its other columns, so a column has the same bits whatever stands
 beside it, in its row or in the batch."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -141,10 +143,10 @@ def _weights(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["origin"])
 def _short(
     q, k, v, k_scales, v_scales, directions, table, starts, contexts, partial, peaks, masses, q_stride, table_stride,
-    first_slot, scale,
+    first_slot, scale, origin,
     KV_HEADS: tl.constexpr, HEADS_EACH: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_PER: tl.constexpr, V_PER: tl.constexpr, ROW_SCALE: tl.constexpr,
     M: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, SHORT: tl.constexpr,
@@ -202,7 +204,7 @@ def _short(
             old = sums[j] * shrink[None, :, None]
             new = new + (_dot(weighted.to(tiles[j].dtype), tiles[j], old, EXACT),)  # type: ignore[assignment]
         sums = new
-    at = ((start + token).to(tl.int64) * (KV_HEADS * HEADS_EACH) + head) * SPLITS + split
+    at = ((start + token - origin).to(tl.int64) * (KV_HEADS * HEADS_EACH) + head) * SPLITS + split
     tl.store(peaks + at, peak, mask=real)
     tl.store(masses + at, tl.sum(mass, axis=1), mask=real)
     for j in tl.static_range(V_PER):
@@ -211,11 +213,26 @@ def _short(
         tl.store(partial + place, sums[j], mask=real[None, :, None] & (d < D))
 
 
+def runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, past the last) of short rows that follow each other: only they keep parts."""
+    found: list[tuple[int, int]] = []
+    for row, length in enumerate(lengths):
+        if length > SHORT:
+            continue
+        if found and found[-1][1] == row:
+            found[-1] = found[-1][0], row + 1
+        else:
+            found.append((row, row + 1))
+    return found
+
+
 def attend(
-    q: Tensor, pages: KVPages, rows: Ragged, parts: tuple[Tensor, Tensor, Tensor], *, scale: float, first_slot: int
-) -> None:
-    """The rows of at most SHORT new tokens. parts: (sums [tokens, heads, splits, head_dim] of
-    float32 in the order of planes, peaks and masses [tokens, heads, splits]); splits that have no page leave theirs."""
+    q: Tensor, pages: KVPages, rows: Ragged, parts: tuple[Tensor, Tensor, Tensor], origin: int, *, scale: float,
+    first_slot: int,
+) -> None:  # fmt: skip
+    """The rows of at most SHORT new tokens. parts: (sums [tokens, heads, splits, head_dim] of float32 in the order of
+    planes, peaks and masses [tokens, heads, splits]); splits that have no page leave theirs. The first token there is
+    `origin`."""
     heads, size = q.shape[1:]
     kv_heads = pages.k.shape[1]
     group = heads // kv_heads
@@ -225,9 +242,6 @@ def attend(
     columns = block // group
     assert columns, f"at most 32 query heads a KV head, got {group}"
     k_kind, v_kind = decode.kinds(pages.codec)
-    rotated = pages.codec in ROTATED_K
-    if rotated:
-        q = decode.rotate(pages.codec, q, decode.PLANES[k_kind])
     width = 64 if size % 64 == 0 else max(16, triton.next_power_of_2(size))
     groups = size // 64 if size % 64 == 0 else 1
     assert groups & (groups - 1) == 0, f"heads of 64, 128 or 256, got {size}"
@@ -240,10 +254,10 @@ def attend(
     _short[(count, kv_heads * triton.cdiv(longest, columns), rows.rows)](
         q, decode.words(pages.k), decode.words(pages.v), pages.k_scale, pages.v_scale, directions,
         rows.block_table, rows.starts, rows.contexts, *parts, q.stride(0), rows.block_table.stride(0), first_slot,
-        scale,
+        scale, origin,
         KV_HEADS=kv_heads, HEADS_EACH=group, D=size, GROUPS=groups, WIDTH=width, K_KIND=k_kind, V_KIND=v_kind,
         K_PER=decode.PLANES[k_kind], V_PER=decode.PLANES[v_kind], ROW_SCALE=pages.codec == "fp8",
-        M=block, COLUMNS=columns, SPLITS=count, UNIT=UNIT, SHORT=SHORT, PLANAR=rotated,
+        M=block, COLUMNS=columns, SPLITS=count, UNIT=UNIT, SHORT=SHORT, PLANAR=pages.codec in ROTATED_K,
         EXACT=exact, PDL=pdl,
         num_warps=4, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -7,23 +7,30 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from longlane.kernels import kv_codec, norm_rope
 from longlane.kernels.attention import long, short
+from longlane.kernels.attention.prepare import prepare
+from longlane.kernels.attention.rotation import Rotation
 from longlane.kernels.kv_codec import decode
-from longlane.kernels.kv_codec.codes import ROTATED_V
+from longlane.kernels.kv_codec.codes import ROTATED_K, ROTATED_V
 from longlane.kernels.kv_codec.encode import hadamard
 from longlane.kernels.kv_codec.pages import KVPages
 from longlane.kernels.launch import properties
 from longlane.kernels.ragged import Ragged
 
+# exp2 is what the card has.
+LOG2_E = 1.4426950408889634
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["origin"])
 def _join(
-    partial, peaks, masses, starts, contexts, out,
+    partial, peaks, masses, starts, contexts, out, origin,
     HEADS: tl.constexpr, D: tl.constexpr, PER: tl.constexpr, ROTATED: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of 64 values of one token and head, in order, if the row has LEAST to MOST new tokens. A part
-    begins at page UNIT x its number and has something for a token that is at or past it."""
+    begins at page UNIT x its number and has something for a token that is at or past it. The first token that has parts
+    is `origin`."""
     column, head, row = tl.program_id(0), tl.program_id(1) % HEADS, tl.program_id(2)
     start = tl.load(starts + row)
     length = tl.load(starts + row + 1) - start
@@ -38,7 +45,7 @@ def _join(
     # Dimensions of a group lie plane after plane.
     place = d % PER * (D // PER) + g * (64 // PER) + d // PER
     inside = g * 64 + d < D
-    where = ((start + column).to(tl.int64) * HEADS + head) * PARTS
+    where = ((start + column - origin).to(tl.int64) * HEADS + head) * PARTS
     each = tl.arange(0, BLOCK)
     used = (each < PARTS) & (each * UNIT * 64 <= position)
     part_peak = tl.load(peaks + where + each, mask=used, other=float("-inf"))
@@ -62,6 +69,21 @@ def _join(
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
 
 
+def mix(
+    q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, pages: KVPages, rows: Ragged, *, scale: float,
+    first_slot: int = 0,
+) -> Tensor:  # fmt: skip
+    assert scale > 0
+    assert all(plane.is_contiguous() for plane in pages.planes())
+    if max(rows.lengths()) <= short.SHORT:
+        prepared = prepare(q, k, v, rotation, pages, rows)
+        return _short(prepared, pages, rows, torch.empty_like(prepared), scale=scale, first_slot=first_slot)
+    r = rotation
+    q, k = norm_rope.qk_norm_rope(q, k, r.cos, r.sin, r.q_weight, r.k_weight, r.eps)
+    kv_codec.append(pages, k, v, rows)
+    return attend(q, pages, rows, scale=scale, first_slot=first_slot)
+
+
 def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot: int = 0) -> Tensor:
     tokens, heads, size = q.shape
     assert q.stride()[1:] == (size, 1), q.stride()
@@ -69,29 +91,44 @@ def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot:
     assert all(plane.is_contiguous() for plane in pages.planes())
     lengths, card, kv_heads = rows.lengths(), properties(q), pages.k.shape[1]
     out = torch.empty(tokens, heads, size, dtype=q.dtype, device=q.device)
-    # exp2 is what the card has.
-    scale2 = scale * 1.4426950408889634
     if min(lengths) <= short.SHORT:
-        count = short.splits(card, kv_heads)
-        sums = torch.empty(tokens, heads, count, size, dtype=torch.float32, device=q.device)
-        peaks, masses = torch.empty(2, tokens, heads, count, dtype=torch.float32, device=q.device)
-        short.attend(q, pages, rows, (sums, peaks, masses), scale=scale2, first_slot=first_slot)
-        per = decode.PLANES[decode.kinds(pages.codec)[1]]
-        _joined(out, (sums, peaks, masses), pages, rows, PER=per, UNIT=short.UNIT, LEAST=1, MOST=short.SHORT)
+        planar = q
+        if pages.codec in ROTATED_K:
+            planar = decode.rotate(pages.codec, q, decode.PLANES[decode.kinds(pages.codec)[0]])
+        _short(planar, pages, rows, out, scale=scale, first_slot=first_slot)
     if max(lengths) > short.SHORT:
         some = rows.rows * kv_heads * triton.cdiv(max(lengths) * (heads // kv_heads), long.blocks(card)[0])
         count = long.parts(card, some, rows.block_table.shape[1])
-        parts = long.attend(q, pages, rows, out, count, shortest=short.SHORT, scale=scale2, first_slot=first_slot)
+        parts = long.attend(
+            q, pages, rows, out, count, shortest=short.SHORT, scale=scale * LOG2_E, first_slot=first_slot
+        )
         if parts:
-            _joined(out, parts, pages, rows, PER=1, UNIT=0, LEAST=short.SHORT + 1, MOST=1 << 30)
+            _joined(out, parts, pages, rows, 0, PER=1, UNIT=0, LEAST=short.SHORT + 1, MOST=1 << 30)
     return out
 
 
-def _joined(out: Tensor, parts: tuple[Tensor, Tensor, Tensor], pages: KVPages, rows: Ragged, **shape: int) -> None:
+def _short(q: Tensor, pages: KVPages, rows: Ragged, out: Tensor, *, scale: float, first_slot: int) -> Tensor:
+    """The rows of up to SHORT tokens into out, from queries in planes."""
+    heads, size = q.shape[1:]
+    count = short.splits(properties(q), pages.k.shape[1])
+    per = decode.PLANES[decode.kinds(pages.codec)[1]]
+    for first, last in short.runs(rows.lengths()):
+        some = rows.between(first, last)
+        tokens, origin = sum(some.lengths()), some.query_start[0]
+        sums = torch.empty(tokens, heads, count, size, dtype=torch.float32, device=q.device)
+        parts = (sums, *torch.empty(2, tokens, heads, count, dtype=torch.float32, device=q.device))
+        short.attend(q, pages, some, parts, origin, scale=scale * LOG2_E, first_slot=first_slot)
+        _joined(out, parts, pages, some, origin, PER=per, UNIT=short.UNIT, LEAST=1, MOST=short.SHORT)
+    return out
+
+
+def _joined(
+    out: Tensor, parts: tuple[Tensor, Tensor, Tensor], pages: KVPages, rows: Ragged, origin: int, **shape: int
+) -> None:
     heads, size = out.shape[1:]
     pdl, count = properties(out).dependent_launch, parts[1].shape[2]
     _join[(min(max(rows.lengths()), shape["MOST"]), heads * triton.cdiv(size, 64), rows.rows)](
-        *parts, rows.starts, rows.contexts, out,
+        *parts, rows.starts, rows.contexts, out, origin,
         HEADS=heads, D=size, ROTATED=pages.codec in ROTATED_V, PARTS=count, BLOCK=triton.next_power_of_2(count),
         PDL=pdl, num_warps=4, launch_pdl=pdl, **shape,
     )  # fmt: skip

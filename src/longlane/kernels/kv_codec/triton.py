@@ -53,14 +53,13 @@ def _encoded(x, CODEC: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store(
-    x, codes, scales, cell, offset, CODEC: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-    BYTES: tl.constexpr,
+def store_codes(
+    vector, codes, scales, cell, offset,
+    CODEC: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    """The codes of one vector at x into its head's part of a page."""
-    g, d = tl.arange(0, BLOCK), tl.arange(0, 64)
+    """The codes of one vector [BLOCK, 64] of float32 into its head's part of a page."""
+    g = tl.arange(0, BLOCK)
     inside = g < GROUPS
-    vector = tl.load(x + g[:, None] * 64 + d[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     words, scale = _encoded(vector, CODEC, KEYS, BLOCK)
     place = ((cell * GROUPS + g[:, None]) * 64 + offset) * BYTES + tl.arange(0, BYTES)[None, :]
     tl.store(codes + place, words, mask=inside[:, None])
@@ -81,12 +80,14 @@ def _append_coded(
         gdc_launch_dependents()
         gdc_wait()
     cell, slot = tl.load(page + token) * HEADS + head, tl.load(offset + token)
+    i = tl.arange(0, BLOCK)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    inside = i < GROUPS * 64
     if tl.program_id(2) == 0:
-        keys = k + token * k_stride + head * (GROUPS * 64)
-        _store(keys, k_codes, k_scales, cell, slot, CODEC, True, GROUPS, BLOCK, K_BYTES)
+        keys = tl.load(k + token * k_stride + head * (GROUPS * 64) + i, mask=inside, other=0.0).to(tl.float32)
+        store_codes(keys, k_codes, k_scales, cell, slot, CODEC, True, GROUPS, BLOCK, K_BYTES)
     else:
-        values = v + token * v_stride + head * (GROUPS * 64)
-        _store(values, v_codes, v_scales, cell, slot, CODEC, False, GROUPS, BLOCK, V_BYTES)
+        values = tl.load(v + token * v_stride + head * (GROUPS * 64) + i, mask=inside, other=0.0).to(tl.float32)
+        store_codes(values, v_codes, v_scales, cell, slot, CODEC, False, GROUPS, BLOCK, V_BYTES)
 
 
 def append(pages: KVPages, k: Tensor, v: Tensor, rows: Ragged) -> None:

@@ -58,6 +58,29 @@ def _gated_rms_norm(
 
 
 @triton.jit
+def turned(
+    source, weight, cos, sin, i, eps, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """One head at `source` after norm and rotation by the angles at cos, sin: its values i, a tile of all of them."""
+    inside = i < D
+    # The partner of i in the rotation; values past 2 HALF rotate with angle 0.
+    partner = tl.where(i < HALF, i + HALF, i - HALF)
+    turns = i < 2 * HALF
+    angle = tl.where(i < HALF, i, i - HALF)
+    sign = tl.where(i < HALF, -1.0, 1.0)
+    y = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(y * y) / D + eps)
+        # Rounded between norm and rotation, as the oracle does.
+        y = (y * factor * tl.load(weight + i, mask=inside, other=0.0)).to(DTYPE).to(tl.float32)
+        other = (other * factor * tl.load(weight + partner, mask=turns, other=0.0)).to(DTYPE).to(tl.float32)
+    c = tl.load(cos + angle, mask=turns, other=1.0)
+    s = tl.load(sin + angle, mask=turns, other=0.0)
+    return (y * c + sign * other * s).to(DTYPE)
+
+
+@triton.jit
 def _qk_norm_rope(
     q, k, cos, sin, q_weight, k_weight, q_out, k_out, q_stride, k_stride, eps,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
@@ -66,12 +89,6 @@ def _qk_norm_rope(
     """One head of one token a program: head < HQ is a query, the others are keys."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, BLOCK)
-    inside = i < D
-    # The partner of i in the rotation; values past 2 HALF rotate with angle 0.
-    partner = tl.where(i < HALF, i + HALF, i - HALF)
-    turns = i < 2 * HALF
-    angle = tl.where(i < HALF, i, i - HALF)
-    sign = tl.where(i < HALF, -1.0, 1.0)
     if head < HQ:
         source, target, weight = q + token * q_stride + head * D, q_out + (token * HQ + head) * D, q_weight
     else:
@@ -80,17 +97,9 @@ def _qk_norm_rope(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    value = tl.load(source + i, mask=inside, other=0.0)
-    y = value.to(tl.float32)
-    other = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
-    if NORM:
-        factor = tl.rsqrt(tl.sum(y * y) / D + eps)
-        # Rounded between norm and rotation, as the oracle does.
-        y = (y * factor * tl.load(weight + i, mask=inside, other=0.0)).to(value.dtype).to(tl.float32)
-        other = (other * factor * tl.load(weight + partner, mask=turns, other=0.0)).to(value.dtype).to(tl.float32)
-    c = tl.load(cos + token * HALF + angle, mask=turns, other=1.0)
-    s = tl.load(sin + token * HALF + angle, mask=turns, other=0.0)
-    tl.store(target + i, (y * c + sign * other * s).to(value.dtype), mask=inside)
+    angles = token * HALF
+    y = turned(source, weight, cos + angles, sin + angles, i, eps, D, HALF, NORM, q.dtype.element_ty)
+    tl.store(target + i, y, mask=i < D)
 
 
 @triton.jit
