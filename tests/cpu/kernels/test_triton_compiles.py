@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import sys
 import torch
-from longlane.kernels.attention import long, short, triton as attention
+from longlane.kernels.attention import Rotation, long, prepare, short, triton as attention
 from longlane.kernels.gdn import Record
 from longlane.kernels.gdn import chunks, convolution, short as short_gdn, triton as gdn
 from longlane.kernels.kv_codec import decode, triton as kv_codec
@@ -31,7 +31,8 @@ def zeros(*shape, dtype=bf16):
     return torch.zeros(shape, dtype=dtype)
 
 
-with compiling(card, [attention, chunks, convolution, decode, short_gdn, kv_codec, long, norm_rope, short]) as compiled:
+modules = [attention, chunks, convolution, decode, short_gdn, kv_codec, long, norm_rope, prepare, short]
+with compiling(card, modules) as compiled:
     for kind in ("q4", "q5", "q6", "q8", "bf16"):
         for n, k, paired in ((5120, 6144, False), (34816, 5120, True)):
             data = torch.empty(n // 16, k // 64, tiles.BLOCK[kind], dtype=torch.int32, device="meta")
@@ -50,6 +51,10 @@ with compiling(card, [attention, chunks, convolution, decode, short_gdn, kv_code
             pages = allocate(codec, 20, 4, 256)
             kv_codec.append(pages, zeros(n, 4, 256), zeros(n, 4, 256), rows)
             attention.attend(zeros(n, 24, 256), pages, rows, scale=0.1)
+            if n < 70:
+                rotation = Rotation(torch.zeros(n, 32), torch.zeros(n, 32), weight, weight, 1e-6)
+                fused = zeros(n, 32, 256).split([24, 4, 4], dim=1)
+                attention.mix(*fused, rotation, pages, rows, scale=0.1)
         record = Record(zeros(n, 10240), zeros(n, 10240), zeros(n, 48), zeros(n, 48))
         gates = (record.a, record.b, torch.zeros(48), torch.zeros(48))
         state, history = torch.zeros(4, 48, 128, 128), zeros(4, 4, 10240)
