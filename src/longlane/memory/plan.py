@@ -155,7 +155,11 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
     workspace += (1 if req.graphs else 3) * req.lanes * columns * req.vocab_size * 4
     if req.driver_bytes:
         # A card unpacks the matrices of a chunk one after another to bf16; the largest has the widest result.
-        workspace += 2 * req.width * spec.hidden
+        unpacked = 2 * req.width * spec.hidden
+        workspace += unpacked
+        if req.concurrent:
+            # What one stream has freed, the other cannot use.
+            workspace += chunk * activation_bytes(req) + unpacked
         # Attention has its own before and after that.
         workspace = max(workspace, prefill_attention(req), decode_parts(req))
     pools = [Pool(name=f"weights: {part}", bytes=size) for part, size in req.weights.items() if size]

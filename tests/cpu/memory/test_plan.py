@@ -75,6 +75,13 @@ def test_a_chunk_that_is_asked_for_is_taken():
     assert make_plan(request(device_bytes=141 * GIB, prefill_chunk=512)).prefill_chunk == 512
 
 
+def test_chunks_beside_rounds_have_a_workspace_of_their_own():
+    plans = [make_plan(request(device_bytes=141 * GIB, concurrent=on)) for on in (False, True)]
+    turns, beside = (next(pool.bytes for pool in plan.pools if pool.name == "workspace") for plan in plans)
+    activations = 4096 * 2 * (2 * 34816 + 6 * 10240)
+    assert beside - turns == activations + 2 * 34816 * 5120
+
+
 def test_off_a_card_a_large_memory_makes_no_larger_chunk():
     assert make_plan(request(device_bytes=141 * GIB, driver_bytes=0)).prefill_chunk == 1024
 
