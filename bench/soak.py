@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,7 +49,6 @@ class Case:
     request: Request
     cancel_after: int | None
     tokens: list[int] = field(default_factory=list)
-    timings: Timings | None = None
     cancelled: bool = False
 
 
@@ -88,7 +88,8 @@ class Soak:
         self._open: dict[str, Case] = {}
         self._told_to_end = False
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_told_to_end", True))
-        self.ended: list[Case] = []
+        # Sums alone: prompts and answers that are kept look like a leak.
+        self.sums: Counter[str] = Counter()
         self.samples: list[dict[str, Any]] = []
 
     def run(self, seconds: float) -> None:
@@ -125,8 +126,10 @@ class Soak:
         self._engine.cancel(case.request.id)
 
     def _end(self, case: Case, timings: Timings) -> None:
-        case.timings = timings
-        self.ended.append(case)
+        self.sums.update(
+            requests=1, cancelled=int(case.cancelled), tokens=len(case.tokens), rounds=timings.rounds,
+            drafted=timings.drafted_tokens, accepted=timings.accepted_tokens,
+        )  # fmt: skip
         asked = len(case.request.token_ids), case.request.sampling.temperature
         print(json.dumps([case.request.id, case.cancelled, case.tokens, *asked]), file=self._ledger, flush=True)
 
@@ -136,7 +139,7 @@ class Soak:
             raise RuntimeError("; ".join(stats.integrity))
         on_card = torch.cuda.is_available()
         row = {
-            "s": round(at_s, 1), "ended": len(self.ended), "steps": stats.steps, "rss": stats.rss_bytes,
+            "s": round(at_s, 1), "ended": self.sums["requests"], "steps": stats.steps, "rss": stats.rss_bytes,
             "reserved": torch.cuda.memory_reserved() if on_card else 0,
             "allocated": torch.cuda.memory_allocated() if on_card else 0,
             "prefill_tokens": stats.computed_prefill_tokens, "decode_tokens": stats.decode_tokens,
@@ -183,15 +186,6 @@ def quiet(loading: Loading) -> None:
     """Nobody watches the start."""
 
 
-def summary(soak: Soak) -> dict[str, Any]:
-    timings = [case.timings for case in soak.ended if case.timings]
-    return {
-        "samples": soak.samples, "requests": len(soak.ended), "cancelled": sum(case.cancelled for case in soak.ended),
-        "tokens": sum(len(case.tokens) for case in soak.ended), "rounds": sum(t.rounds for t in timings),
-        "drafted": sum(t.drafted_tokens for t in timings), "accepted": sum(t.accepted_tokens for t in timings),
-    }  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", default=None)
@@ -225,7 +219,8 @@ def main() -> None:
     soak.run(arguments.seconds)
     result = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__,
-        "model": arguments.geometry or "tiny", "lanes": lanes, "graphs": engine._runner.steps.graphed, **summary(soak),
+        "model": arguments.geometry or "tiny", "lanes": lanes, "graphs": engine._runner.steps.graphed,
+        "samples": soak.samples, **soak.sums,
     }  # fmt: skip
     if twin:
         assert twin.wait() == 0, f"the eager process failed: {eagerly.with_suffix('.log')}"
