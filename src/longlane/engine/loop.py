@@ -114,7 +114,10 @@ class Engine:
             self._book.fail(job, error)
 
     def close(self) -> None:
-        """Wait until what the next start continues from is on disk. Nothing may be asked for afterwards."""
+        """Wait for what runs, and until what the next start continues from is on disk. Nothing may be asked for
+        afterwards."""
+        while self._flights:
+            self._land()
         self._memory.close()
 
     def on_step(self, hear: Callable[[dict[str, Any]], None]) -> None:
@@ -230,7 +233,8 @@ class Engine:
         if self._flights.beside and (not waited or self._flights.beside_done):
             self._land_chunk(beside=True)
         for id in list(self._cancelled):
-            job = self._running.get(id)
+            # One whose chunk ran beside may have paused since.
+            job = self._running.get(id) or self._waiting.get(id)
             if job is None or not self._flights.hold(job):
                 self._cancelled.remove(id)
                 if job:

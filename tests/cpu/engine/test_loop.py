@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, event, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from torch import Tensor
 
 from longlane.errors import EngineError
 from longlane.types import Request, SamplingParams, ThinkingBudget
@@ -462,7 +463,6 @@ def test_rounds_go_on_while_a_chunk_runs_beside_them():
     check_answers(log, wanted)
     # A chunk is on its way before the round, and is asked for at the end of each of four.
     assert kinds[:10] == ["prefill", *["decode"] * 4] * 2
-    assert log.finished["b"].timings.prefill_s >= 0
 
 
 def test_a_short_prompt_has_its_turn_while_the_chunk_of_a_long_one_runs():
@@ -502,6 +502,61 @@ def test_who_pauses_while_its_chunk_runs_loses_nothing_and_disturbs_nobody():
     run(engine, log)
     check_answers(log, wanted)
     assert engine.stats(check=True).integrity == []
+
+
+def test_cancelled_while_its_chunk_runs_it_ends_though_it_had_to_pause():
+    engine, log = (
+        build(settings(max_concurrency=2), pages=8, clock=Clock(), overlap=True, beside=PatientLane(400)),
+        Log(),
+    )
+    wanted = [request("old", 60, 400), request("young", 250, 20)]
+    engine.submit(wanted[0])
+    for _ in range(65):
+        log.take(engine.step())
+    engine.submit(wanted[1])
+    while engine._flights.beside is None:
+        log.take(engine.step())
+    engine.cancel("young")
+    run(engine, log)
+    assert log.finished["young"].reason == "cancelled"
+    check_answers(log, wanted[:1])
+    assert engine.stats(check=True).integrity == []
+
+
+def test_the_end_waits_for_a_chunk_that_runs_beside():
+    engine, log = (
+        build(settings(max_concurrency=2, prefill_chunk=64), pages=16, overlap=True, beside=PatientLane(400)),
+        Log(),
+    )
+    engine.submit(request("a", max_tokens=40))
+    for _ in range(3):
+        log.take(engine.step())
+    engine.submit(request("b", 200, 3))
+    log.take(engine.step())
+    engine.abort(EngineError("the server is shutting down"))
+    log.take(engine.step())
+    assert engine._flights.beside is not None
+    engine.close()
+    assert not engine._flights
+    assert set(log.failed) == {"a", "b"}
+    assert engine.stats(check=True).integrity == []
+
+
+class BrokenLane(PatientLane):
+    """Its device fails."""
+
+    def wait(self) -> Tensor | None:
+        raise RuntimeError("an illegal memory access")
+
+
+def test_a_chunk_that_fails_beside_fails_the_step():
+    engine = build(settings(max_concurrency=2, prefill_chunk=64), pages=16, overlap=True, beside=BrokenLane(3))
+    engine.submit(request("a", max_tokens=40))
+    for _ in range(3):
+        engine.step()
+    engine.submit(request("b", 200, 3))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run(engine, Log())
 
 
 def test_cancelled_while_its_chunk_runs_it_keeps_its_pages_until_that_has_ended():
