@@ -12,7 +12,7 @@ def _parse_tokens(text: str) -> int | None:
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) == 0:
-        raise typer.BadParameter("must be a number of tokens or auto")
+        raise typer.BadParameter("must be a number of tokens, at least 1, or auto")
     return int(text)
 
 

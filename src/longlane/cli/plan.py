@@ -106,7 +106,10 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].upper() not in UNITS:
         raise ConfigError(f"--vram {text!r} is not a size; write for instance 32760MiB, 24GiB or a number of bytes")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    size = int(float(found[1]) * UNITS[found[2].upper()])
+    if size < UNITS["MIB"] and not found[2]:
+        raise ConfigError(f"--vram {text} is {size} bytes; for gibibytes write {text.strip()}GiB")
+    return size
 
 
 def model_config(model: str | None, geometry: str | None) -> tuple[dict[str, Any], Path | None]:

@@ -103,7 +103,8 @@ def test_what_cannot_be_is_one_line(app: typer.Typer, command: str, match: str) 
         ("--draft-tokens 99", "less than or equal"),
         ("--device-state-slots -1", "greater than or equal"),
         ("--vision-max-tokens -3", "greater than or equal"),
-        ("--kv-capacity lots", "must be a number of tokens or auto"),
+        ("--kv-capacity lots", "must be a number of tokens, at least 1, or auto"),
+        ("--prefill-chunk 0", "must be a number of tokens, at least 1, or auto"),
         ("--weights q2", "groupwise-int"),
         ("--kv-dtype q2", "rk4v4-e8"),
     ],
@@ -135,7 +136,9 @@ def test_weights_are_those_that_serve_would_load(app: typer.Typer, tmp_path: Pat
     assert "keeps the formats it was made with" in str(refused.exception)
 
 
-@pytest.mark.parametrize(("text", "size"), [("1KiB", 1024), ("2 GB", 2 * 10**9), ("1.5MiB", 3 << 19), ("77", 77)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("1KiB", 1024), ("2 GB", 2 * 10**9), ("1.5MiB", 3 << 19), ("8589934592", 8 << 30)]
+)
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
@@ -144,3 +147,8 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
         parse_size(text)
+
+
+def test_a_size_that_lacks_its_unit() -> None:
+    with pytest.raises(ConfigError, match="--vram 24 is 24 bytes; for gibibytes write 24GiB"):
+        parse_size("24")
