@@ -50,9 +50,9 @@ class Running:
 class Policy:
     """prefill_chunk: most tokens a chunk has. decode_floor: share of time that decode rows keep beside prefills, at
     most `MAX_DECODE_FLOOR`. lanes: most requests that run at once. concurrent: a chunk can run beside rounds, each on
-    its part of the card. gap_s: how long a chunk may hold up decode rows, or a newcomer that a free lane could take; one
-    beside them holds up only who is not `QUICK`, and may take twice as long. step_s: how long one may last at all, so
-    that a cancellation is heard and the watchdog sees life on the slowest machine."""
+    its part of the card. gap_s: how long a chunk may hold up decode rows, or a newcomer that a free lane could take;
+    one beside them holds up only who is not `QUICK`, and may take twice as long. step_s: how long one may last at all,
+    so that a cancellation is heard and the watchdog sees life on the slowest machine."""
 
     prefill_chunk: int
     decode_floor: float
