@@ -7,28 +7,32 @@ multiprocessors. What a kernel computes does not depend on which they are.
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from longlane.kernels.launch import device_properties, share
+from longlane.kernels.launch import device_properties
 
 # Since this version the driver has green contexts and their streams (12.5).
 DRIVER = 12050
+# The oldest cards whose parts were tried.
+CAPABILITY = (8, 0)
 # Multiprocessors by which parts differ: what a thread block cluster may span on the newest cards.
 STEP = 8
 # Of what a part does alone, what is left beside the other: both read the same memory.
 BESIDE = 0.93
 
+IN_TURN = "prefills take turns with decoding: %s"
 
 log = logging.getLogger(__name__)
 
 
 class _RefusedError(Exception):
-    """A driver that knows green contexts may still not have them for this card, for instance under virtualisation."""
+    """Why a card has no parts. A driver that knows green contexts may still not have them for this card, for instance
+    under virtualisation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +44,13 @@ class Part:
 
 
 def can_be_parted(device: torch.device) -> bool:
-    """Whether card, driver and bindings know green contexts."""
-    if device.type != "cuda" or find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+    """Whether card, driver and bindings know green contexts; the log has what does not."""
+    try:
+        _require(device)
+    except _RefusedError as reason:
+        log.info(IN_TURN, reason)
         return False
-    from cuda.bindings import driver
-
-    return bool(_call(driver.cuDriverGetVersion()) >= DRIVER and torch.cuda.get_device_capability(device) >= (8, 0))
+    return True
 
 
 def part(device: torch.device, floor: float, seconds: Callable[[Part | None], float]) -> tuple[Part, Part] | None:
@@ -63,20 +68,47 @@ def part(device: torch.device, floor: float, seconds: Callable[[Part | None], fl
 
     try:
         fewest = bisect_left(sizes, True, key=enough)
-    except _RefusedError as error:
-        log.warning("prefills take turns with decoding: %s", error)
+    except _RefusedError as reason:
+        log.info(IN_TURN, reason)
         return None
-    return parts[sizes[fewest]] if fewest < len(sizes) else None
+    if fewest == len(sizes):
+        log.info(IN_TURN, f"no part of the card keeps {floor:.0%} of a round's speed and leaves a prefill its share")
+        return None
+    return parts[sizes[fewest]]
 
 
 def split(device: torch.device, sms: int) -> tuple[Part, Part]:
     """At least `sms` multiprocessors, and the rest of the card."""
-    from cuda.bindings import driver
+    with _bindings() as driver:
+        handle = _call(driver.cuDeviceGet(_index(device)))
+        whole = _call(driver.cuDeviceGetDevResource(handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
+        groups, _, rest = _call(driver.cuDevSmResourceSplitByCount(1, whole, 0, sms))
+        return _part(driver, device, handle, groups[0]), _part(driver, device, handle, rest)
 
-    handle = _call(driver.cuDeviceGet(_index(device)))
-    whole = _call(driver.cuDeviceGetDevResource(handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
-    groups, _, rest = _call(driver.cuDevSmResourceSplitByCount(1, whole, 0, sms))
-    return _part(driver, device, handle, groups[0]), _part(driver, device, handle, rest)
+
+def _require(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise _RefusedError("the host has no parts")
+    capability = device_properties(_index(device)).capability
+    if capability < CAPABILITY:
+        needed, found = ("{}.{}".format(*each) for each in (CAPABILITY, capability))
+        raise _RefusedError(f"parts need a card of compute capability {needed}, and this one has {found}")
+    with _bindings() as driver:
+        version = _call(driver.cuDriverGetVersion())
+    if version < DRIVER:
+        raise _RefusedError(f"parts need a CUDA driver of version {DRIVER}, and this one has {version}")
+
+
+@contextmanager
+def _bindings() -> Iterator[Any]:
+    """The driver's bindings. They are optional, other versions of them lack names, and they raise a RuntimeError where
+    the driver itself, or a function of it, is not found."""
+    try:
+        from cuda.bindings import driver
+
+        yield driver
+    except (ImportError, AttributeError, RuntimeError) as error:
+        raise _RefusedError(f"the bindings of the CUDA driver cannot be used: {error}") from error
 
 
 def _part(driver: Any, device: torch.device, handle: Any, resource: Any) -> Part:
@@ -84,9 +116,8 @@ def _part(driver: Any, device: torch.device, handle: Any, resource: Any) -> Part
     flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
     context = _call(driver.cuGreenCtxCreate(description, handle, flags))
     stream = _call(driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
-    count = int(resource.sm.smCount)
-    share(int(stream), count)
-    return Part(torch.cuda.ExternalStream(int(stream), device=device), count)  # type: ignore[no-untyped-call]
+    external = torch.cuda.ExternalStream(int(stream), device=device)  # type: ignore[no-untyped-call]
+    return Part(external, int(resource.sm.smCount))
 
 
 def _call(answer: tuple[Any, ...]) -> Any:

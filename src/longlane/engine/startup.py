@@ -115,7 +115,10 @@ def assemble(
     progress(Loading(stage="warming up", done=1, total=1))
     if device.type == "cuda":
         floor = config.decode_floor if concurrent(config) else None
-        for done, total in runner.warm_up(capture=config.cuda_graph and can_be_captured(loaded), decode_floor=floor):
+        capture = config.cuda_graph and can_be_captured(loaded)
+        if config.cuda_graph and not capture:
+            log.warning("the experts of a step are chosen on the host, so %s has no CUDA graphs", loaded.info.name)
+        for done, total in runner.warm_up(capture=capture, decode_floor=floor):
             progress(Loading(stage="capturing steps", done=done, total=total))
     engine = Engine(runner, new_memory(config, path, loaded.spec, plan, caches), config, speculator)
     return engine, Ready(model=loaded.info, plan=plan, cuda_graphs=runner.steps.graphed, device=device_name(device))
@@ -149,16 +152,15 @@ def device_name(device: torch.device) -> str:
 
 
 def can_be_captured(loaded: LoadedModel) -> bool:
-    """Whether a step of the model is the same launches whatever its tokens are."""
-    if "num_experts" not in loaded.config:
-        return True
-    log.warning("the experts of a step are chosen on the host, so %s runs without CUDA graphs", loaded.info.name)
-    return False
+    """Whether a step of the model is the same launches whatever its tokens are: not where experts are chosen."""
+    return "num_experts" not in loaded.config
 
 
 def concurrent(config: EngineConfig) -> bool:
-    """Whether chunks are to run beside rounds, on a card that can be parted. One lane has no other to run beside."""
-    return config.concurrent_prefill and config.cuda_graph and config.overlap and config.max_concurrency > 1
+    """Whether chunks are to run beside rounds, on a card that can be parted. One lane has no other to run beside, and
+    without a floor there is no share of the card that rounds must keep."""
+    asked = config.concurrent_prefill and config.cuda_graph and config.overlap
+    return asked and config.max_concurrency > 1 and config.decode_floor > 0
 
 
 def known_tokens(path: Path, rows: int) -> int:
@@ -261,7 +263,7 @@ def plan_memory(
             prefill_chunk=config.prefill_chunk,
             draft_tokens=max_drafts(config.spec, config.draft_tokens),
             graphs=on_card and config.cuda_graph,
-            concurrent=on_card and concurrent(config),
+            concurrent=on_card and concurrent(config) and can_be_captured(loaded),
             host_arena=bool(host_kv_mib(config, device) and loaded.spec.gdn_layers),
             driver_bytes=DRIVER_BYTES if on_card else 0,
         )

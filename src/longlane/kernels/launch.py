@@ -28,24 +28,8 @@ def device_properties(index: int) -> DeviceProperties:
 
 
 def properties(x: torch.Tensor) -> DeviceProperties:
-    """Of the card that holds x. A CPU tensor (the interpreter) stands on a small card without dependent launch."""
+    """Of the card that holds x: all of it, also on the stream of a part, so that both compute the same. A CPU tensor
+    (the interpreter) stands on a small card without dependent launch."""
     if not x.is_cuda:
         return DeviceProperties(sms=20, shared_bytes=99 << 10, capability=(8, 6))
     return device_properties(x.device.index)
-
-
-# Multiprocessors of the streams that have only part of their card.
-_shares: dict[int, int] = {}
-
-
-def share(stream: int, sms: int) -> None:
-    """Kernels on the stream with this handle run on `sms` multiprocessors."""
-    _shares[stream] = sms
-
-
-def multiprocessors(x: torch.Tensor) -> int:
-    """How many run what is launched, or captured, on the current stream: programs that wait for each other must not be
-    more. What a kernel computes may depend on `properties` alone, which are those of the whole card."""
-    if not x.is_cuda:
-        return properties(x).sms
-    return _shares.get(torch.cuda.current_stream(x.device).cuda_stream, properties(x).sms)
