@@ -17,7 +17,7 @@ from longlane.artifact.text_config import read_json
 from longlane.cli.options import HELP, pick, takes
 from longlane.cli.tables import print_plan
 from longlane.config import EngineConfig, WeightsMode
-from longlane.engine.startup import concurrent, host_kv_mib, spare_slots
+from longlane.engine.startup import can_be_captured, concurrent, host_kv_mib, spare_slots
 from longlane.errors import ConfigError
 from longlane.memory.plan import (
     GIB,
@@ -96,7 +96,7 @@ def plan_request(engine: EngineConfig, config: dict[str, Any], weights: dict[str
         prefill_chunk=engine.prefill_chunk,
         draft_tokens=max_drafts(engine.spec, engine.draft_tokens),
         graphs=engine.cuda_graph,
-        concurrent=concurrent(engine),
+        concurrent=concurrent(engine) and can_be_captured(config),
         host_arena=bool(host_kv_mib(engine, torch.device("cuda")) and spec.gdn_layers),
     )
 

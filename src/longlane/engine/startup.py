@@ -3,9 +3,10 @@
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -115,7 +116,7 @@ def assemble(
     progress(Loading(stage="warming up", done=1, total=1))
     if device.type == "cuda":
         floor = config.decode_floor if concurrent(config) else None
-        capture = config.cuda_graph and can_be_captured(loaded)
+        capture = config.cuda_graph and can_be_captured(loaded.config)
         if config.cuda_graph and not capture:
             log.warning("the experts of a step are chosen on the host, so %s has no CUDA graphs", loaded.info.name)
         for done, total in runner.warm_up(capture=capture, decode_floor=floor):
@@ -151,9 +152,9 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def can_be_captured(loaded: LoadedModel) -> bool:
+def can_be_captured(config: Mapping[str, Any]) -> bool:
     """Whether a step of the model is the same launches whatever its tokens are: not where experts are chosen."""
-    return "num_experts" not in loaded.config
+    return "num_experts" not in config
 
 
 def concurrent(config: EngineConfig) -> bool:
@@ -263,7 +264,7 @@ def plan_memory(
             prefill_chunk=config.prefill_chunk,
             draft_tokens=max_drafts(config.spec, config.draft_tokens),
             graphs=on_card and config.cuda_graph,
-            concurrent=on_card and concurrent(config) and can_be_captured(loaded),
+            concurrent=on_card and concurrent(config) and can_be_captured(loaded.config),
             host_arena=bool(host_kv_mib(config, device) and loaded.spec.gdn_layers),
             driver_bytes=DRIVER_BYTES if on_card else 0,
         )

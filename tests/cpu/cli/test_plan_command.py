@@ -55,6 +55,13 @@ def test_all_field_reports_are_on_the_page() -> None:
     assert len(ROW.findall(PAGE)) == 5
 
 
+@pytest.mark.parametrize(("geometry", "parted"), [("qwen3.8-27b", True), ("qwen3.6-35b-a3b", False)])
+def test_experts_have_no_graphs_to_run_beside_a_chunk(app: typer.Typer, geometry: str, parted: bool) -> None:
+    order = f"--geometry {geometry} --vram 80GiB --max-concurrency 2 --json"
+    beside, turns = (run(app, order + flag)["pools"] for flag in ("", " --no-concurrent-prefill"))
+    assert (beside != turns) is parted
+
+
 def test_a_model_can_be_planned_for(app: typer.Typer) -> None:
     made = run(app, "tiny --vram 8GiB --max-concurrency 2 --json")
     assert made["kv_tokens"] == 2 * 8192
