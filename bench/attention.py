@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bench.random_model import fill_pages
 from bench.step import DEVICE, HEAD_DIM, HEADS, KV_HEADS, captured, ceilings, median_seconds
 from torch import Tensor
 
@@ -51,13 +52,7 @@ def layout(lengths: tuple[int, ...], context: int, pages: int) -> Ragged:
 
 def random_pages(codec: str, pages: int) -> KVPages:
     cache = kv_codec.allocate(codec, pages, KV_HEADS, HEAD_DIM, DEVICE)
-    for plane in cache.planes():
-        if plane.dtype == torch.uint8:
-            plane.random_(0, 120)
-        elif plane.dtype == torch.float16:
-            plane.uniform_(0.001, 0.01)
-        else:
-            plane.normal_()
+    fill_pages(cache.planes())
     return cache
 
 

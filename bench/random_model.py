@@ -7,7 +7,7 @@ The time of a step depends on the shapes and formats of the weights, not on thei
 constant. Activations keep their size from layer to layer, so that nothing overflows and softmax stays soft.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 from zlib import crc32
@@ -69,15 +69,19 @@ def body_parameters(config: Mapping[str, Any]) -> int:
 def fill(caches: Caches) -> None:
     """Random codes, keys, values and states, as if so many tokens had been computed: the time of a step depends on how
     many there are, not on what they are."""
-    for plane in caches.page_planes():
+    fill_pages(caches.page_planes())
+    for plane in caches.slot_planes():
+        plane.normal_(std=0.05)
+
+
+def fill_pages(planes: Iterable[Tensor]) -> None:
+    for plane in planes:
         if plane.dtype == torch.uint8:
             plane.random_(0, 120)
         elif plane.dtype == torch.float16:
             plane.uniform_(0.001, 0.01)
         else:
             plane.normal_()
-    for plane in caches.slot_planes():
-        plane.normal_(std=0.05)
 
 
 class RandomWeights(Mapping[str, Weight]):

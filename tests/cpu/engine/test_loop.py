@@ -7,6 +7,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch import Tensor
 
+from longlane.engine.loop import Engine
 from longlane.errors import EngineError
 from longlane.types import Request, SamplingParams, ThinkingBudget
 from support.hash_model import VOCAB
@@ -484,16 +485,19 @@ def test_a_short_prompt_has_its_turn_while_the_chunk_of_a_long_one_runs():
     assert engine.stats(check=True).integrity == []
 
 
-def test_who_pauses_while_its_chunk_runs_loses_nothing_and_disturbs_nobody():
-    engine, log = (
-        build(settings(max_concurrency=2), pages=8, clock=Clock(), overlap=True, beside=PatientLane(400)),
-        Log(),
-    )
-    wanted = [request("old", 60, 400), request("young", 250, 20)]
+def crowded() -> tuple[Engine, Log, list[Request]]:
+    """A lane that writes, and a prompt beside it for which there will be no room."""
+    engine = build(settings(max_concurrency=2), pages=8, clock=Clock(), overlap=True, beside=PatientLane(400))
+    log, wanted = Log(), [request("old", 60, 400), request("young", 250, 20)]
     engine.submit(wanted[0])
     for _ in range(65):
         log.take(engine.step())
     engine.submit(wanted[1])
+    return engine, log, wanted
+
+
+def test_who_pauses_while_its_chunk_runs_loses_nothing_and_disturbs_nobody():
+    engine, log, wanted = crowded()
     chunks = []
     while not chunks or not engine.stats().waiting:
         chunks.append(engine._flights.beside)
@@ -505,15 +509,7 @@ def test_who_pauses_while_its_chunk_runs_loses_nothing_and_disturbs_nobody():
 
 
 def test_cancelled_while_its_chunk_runs_it_ends_though_it_had_to_pause():
-    engine, log = (
-        build(settings(max_concurrency=2), pages=8, clock=Clock(), overlap=True, beside=PatientLane(400)),
-        Log(),
-    )
-    wanted = [request("old", 60, 400), request("young", 250, 20)]
-    engine.submit(wanted[0])
-    for _ in range(65):
-        log.take(engine.step())
-    engine.submit(wanted[1])
+    engine, log, wanted = crowded()
     while engine._flights.beside is None:
         log.take(engine.step())
     engine.cancel("young")
