@@ -104,6 +104,15 @@ def test_one_answer_in_the_terminal(environment: dict[str, str]) -> None:
     )
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Processes that are started hear it: a shell's background job, and all its children, are born deaf to SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_conversation_goes_on_after_a_stopped_answer_and_a_question_too_long(environment: dict[str, str]) -> None:
     command = [*LONGLANE, "chat", "tiny", *SMALL, "--no-thinking", "--greedy"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
