@@ -56,9 +56,8 @@ def start(loaded: LoadedModel, spec: str, context: int, **options: Any) -> Engin
         concurrent_prefill=False, **(drafts | options),
     )  # type: ignore[arg-type]  # fmt: skip
     engine, ready = startup.assemble(
-        config, loaded, Path(), vocab_size=loaded.info.vocab_size, dtype="bf16", device=torch.device("cuda"),
-        progress=Loads(),
-    )  # fmt: skip
+        config, loaded, Path(), vocab_size=loaded.info.vocab_size, device=torch.device("cuda"), progress=Loads()
+    )
     for pool in ready.plan.pools:
         if pool.name == "CUDA graphs":
             print(f"  planned for graphs: {pool.bytes >> 20} MiB ({pool.note})")

@@ -112,15 +112,18 @@ class Setting:
     deadline: float
 
     def start(self, **options: Any) -> Driver:
-        on_card = self.device == "cuda"
         config = EngineConfig(
             model="random", device=self.device, kv_dtype=self.kv_dtype, pending_timeout_ms=600_000,
             concurrent_prefill=not self.turns, **options,
         )  # type: ignore[arg-type]  # fmt: skip
         engine, _ = startup.assemble(
-            config, self.loaded, Path(), vocab_size=self.loaded.info.vocab_size, dtype="bf16" if on_card else "float32",
-            device=torch.device(self.device), progress=lambda loading: None,
-        )  # fmt: skip
+            config,
+            self.loaded,
+            Path(),
+            vocab_size=self.loaded.info.vocab_size,
+            device=torch.device(self.device),
+            progress=lambda loading: None,
+        )
         return Driver(engine, self.deadline)
 
     def size(self, tokens: int) -> int:

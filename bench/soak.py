@@ -170,9 +170,8 @@ def engine_of(loaded: LoadedModel, lanes: int, context: int, *, graphs: bool, **
         cuda_graph=graphs, **options,
     )  # fmt: skip
     engine, _ = startup.assemble(
-        config, loaded, Path(), vocab_size=loaded.info.vocab_size, dtype="bf16" if device == "cuda" else "float32",
-        device=torch.device(device), progress=quiet,
-    )  # fmt: skip
+        config, loaded, Path(), vocab_size=loaded.info.vocab_size, device=torch.device(device), progress=quiet
+    )
     engine._policy = replace(engine._policy, gap_s=1e9, step_s=1e9)
     # The very first chunk, whose cost nobody knows yet, is a page.
     first = Request(id="first", token_ids=[1] * (2 * CHUNK), max_tokens=2, sampling=SamplingParams(temperature=0.0))

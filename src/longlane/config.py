@@ -12,6 +12,9 @@ WeightsMode = Literal["auto", "groupwise-int", "int8", "bf16"]
 SpecMode = Literal["off", "mtp", "lookup", "mtp+lookup"]
 OnFault = Literal["safe", "same", "stop"]
 
+# The decode kernels serve so many rows.
+MAX_LANES = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:

@@ -42,9 +42,13 @@ def test_two_lanes_of_the_27b_fill_the_pool(layers: int) -> None:
     whole = GEOMETRIES["qwen3.8-27b"]
     loaded = random_model({**whole, "num_hidden_layers": layers, "layer_types": whole["layer_types"][:layers]}, "cuda")
     engine, ready = startup.assemble(
-        replace(CONFIG, max_context=DEPTH), loaded, Path(), vocab_size=loaded.info.vocab_size, dtype="bf16",
-        device=torch.device("cuda"), progress=lambda loading: None,
-    )  # fmt: skip
+        replace(CONFIG, max_context=DEPTH),
+        loaded,
+        Path(),
+        vocab_size=loaded.info.vocab_size,
+        device=torch.device("cuda"),
+        progress=lambda loading: None,
+    )
     assert ready.plan.kv_pages == 2 * 4042
     # The first takes its last page while the second, whose prompt needs all of its pages, is computed.
     prompts = {

@@ -8,10 +8,14 @@ from functools import cache
 import pytest
 import torch
 
+from longlane.artifact.locate import resolve
+from longlane.artifact.resources import open_resources
+from longlane.artifact.sizes import weight_bytes
 from longlane.config import EngineConfig
 from longlane.engine import startup
 from longlane.engine.loop import Engine
 from longlane.engine.partition import split
+from longlane.engine.planning import sections
 from longlane.types import Request, SamplingParams
 from support.toy_engine import Clock, Log
 
@@ -132,6 +136,13 @@ def test_a_part_of_the_card_computes_what_the_whole_does(sms):
             got = x @ y
         part.stream.synchronize()
         assert torch.equal(got, expected)
+
+
+def test_what_is_refused_early_counts_no_more_weights_than_are_placed():
+    _, ready = startup.load(CONFIG, lambda loading: None)
+    path = resolve(CONFIG.model)
+    known = weight_bytes(open_resources(path).config, path, sections(CONFIG), CONFIG.weights)
+    assert 0.9 * ready.model.weights_bytes < sum(known.values()) <= ready.model.weights_bytes
 
 
 def test_capture_stays_within_the_plan(capsys):

@@ -27,7 +27,6 @@ class Resources:
     """`config` is the text model's, Hugging Face style; side files are read when asked for."""
 
     path: Path
-    name: str
     config: dict[str, Any]
     _read: Callable[[str], bytes | None]
 
@@ -63,14 +62,14 @@ def open_resources(path: Path) -> Resources:
     """Of an artifact file or a Hugging Face directory. Raises ArtifactError or CheckpointError."""
     if not path.is_dir():
         artifact = Artifact.open(path)
-        return Resources(path, artifact.name or path.stem, artifact.text_config() or {}, artifact.resource)
+        return Resources(path, artifact.text_config() or {}, artifact.resource)
     config = text_config(read_json(path / "config.json"), path)
     for role in ("tokenizer", "tokenizer_config"):
         if (path / RESOURCES[role]).exists():
             read_json(path / RESOURCES[role])
         elif role == "tokenizer":
             raise CheckpointError(f"{path / RESOURCES[role]} is missing; fetch it from where the weights came from")
-    return Resources(path, path.resolve().name, config, lambda role: _read_file(path / RESOURCES[role]))
+    return Resources(path, config, lambda role: _read_file(path / RESOURCES[role]))
 
 
 def _read_file(file: Path) -> bytes | None:

@@ -15,7 +15,7 @@ from longlane.api.schemas import ChatRequest
 from longlane.api.state import ServerState
 from longlane.api.thinking import END
 from longlane.api.usage import timings
-from longlane.cli.options import pick, takes
+from longlane.cli.options import MODEL, pick, takes
 from longlane.cli.session import LoadingBars, open_session
 from longlane.config import EngineConfig, ServerConfig
 from longlane.errors import LonglaneError
@@ -52,7 +52,7 @@ class Background:
 
 @takes(EngineConfig, ServerConfig, without=OF_A_SERVER)
 def chat(
-    model: Annotated[str, typer.Argument(help="An artifact, a Hugging Face directory, demo or tiny.")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     prompt: Annotated[str | None, typer.Option(help="Ask this, print the answer, leave.")] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Limit of an answer.", min=1)] = 1024,

@@ -26,7 +26,7 @@ def convert(
         Weights | None, Option(help="4 to 8 bits by role (default), 8 for every matrix, or as they are.")
     ] = None,
     container: Annotated[Container, Option(help="v2 only for the released models that it can name.")] = "v3",
-    name: Annotated[str | None, Option(help="Public name of the model; for v2 the identity.")] = None,
+    name: Annotated[str | None, Option(help="Name of the model, for inspect; for v2 the identity.")] = None,
     dflash2_model: Annotated[Path | None, Option(**DIRECTORY, help="Directory of a DFlash2 drafter to add.")] = None,
     draft_head_rows: Annotated[int | None, Option(min=1, help="Tokens of the reduced output head.")] = None,
     draft_counts: Annotated[Path | None, Option(**FILE, help="Occurrences of each token: int64 values.")] = None,

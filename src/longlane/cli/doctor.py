@@ -9,13 +9,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from longlane.artifact.sizes import weight_bytes
 from longlane.cli.machine import ceilings, check_room, describe, hazards
-from longlane.cli.plan import model_config, weight_bytes
+from longlane.cli.options import MODEL
+from longlane.cli.plan import model_config
 from longlane.cli.tables import human_bytes, print_plan
-from longlane.engine.startup import choose_device, device_bytes
+from longlane.config import EngineConfig
+from longlane.engine.planning import free_bytes, plan_request, sections
+from longlane.engine.startup import choose_device
 from longlane.errors import PlanError
 from longlane.kernels.selftest import Check, checks
-from longlane.memory.plan import DRIVER_BYTES, PlanRequest, activation_width, choose_context, make_plan
+from longlane.memory.planner import make_plan
 from longlane.models.registry import cache_spec
 from longlane.types import MemoryPlan
 
@@ -23,7 +27,7 @@ FAILED = 1
 
 
 def doctor(
-    model: Annotated[str | None, typer.Argument(help="Show the plan of this model with serve's defaults too.")] = None,
+    model: Annotated[str | None, typer.Argument(help=f"Show the plan with serve's defaults too. {MODEL}")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: the first card if there is one.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -67,26 +71,12 @@ def doctor(
 def _plan(model: str, device: torch.device) -> MemoryPlan | str:
     """What `serve` would allocate without further flags, or why it cannot. The weights count as they are stored: the
     CPU's routes unpack them and take up to twice as much."""
-    config, path = model_config(model, None)
-    on_card = device.type == "cuda"
-    dtype = "bf16" if on_card else "float32"
+    text, path = model_config(model, None)
+    engine = EngineConfig(model=model, device=str(device))
+    spec, weights = cache_spec(text, mtp=False), weight_bytes(text, path, sections(engine), engine.weights)
+    size = free_bytes(engine, device)
     try:
-        return make_plan(
-            PlanRequest(
-                device_bytes=device_bytes(device),
-                spec=cache_spec(config, mtp=False),
-                weights=weight_bytes(config, path, ["text"], "auto", None),
-                vocab_size=int(config["vocab_size"]),
-                width=activation_width(config),
-                dtype=dtype,
-                kv_dtype=dtype,
-                lanes=1,
-                max_context=choose_context(None, int(config["max_position_embeddings"])),
-                state_slots=1,
-                graphs=on_card,
-                driver_bytes=DRIVER_BYTES if on_card else 0,
-            )
-        )
+        return make_plan(plan_request(engine, text, spec, weights, device=device, device_bytes=size))
     except PlanError as error:
         return error.message
 

@@ -1,7 +1,6 @@
 """`longlane inspect`: what a model file holds, and why this build could not run it."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -13,17 +12,18 @@ from rich.table import Table
 from longlane.artifact.container import Artifact, Entry
 from longlane.artifact.inspect import Summary, summarize, summarize_directory
 from longlane.artifact.locate import resolve
+from longlane.cli.options import MODEL
 from longlane.cli.tables import human_bytes
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="An artifact (the entry of a split one), a directory, or a name.")],
+    model: Annotated[str, typer.Argument(help=f"{MODEL} Of a split artifact, the entry.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     objects: Annotated[bool, typer.Option("--objects", help="List every object of an artifact.")] = False,
     sha256: Annotated[bool, typer.Option("--sha256", help="Read the whole artifact and print its digest.")] = False,
 ) -> None:
     """Print what a model file holds: components, formats, sizes, side files, and what keeps it from running."""
-    file = Path(model) if Path(model).exists() else resolve(model)
+    file = resolve(model)
     if file.is_dir():
         summary = summarize_directory(file)
     else:

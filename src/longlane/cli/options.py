@@ -7,6 +7,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from longlane.config import MAX_LANES
+
+MODEL = "An artifact, a Hugging Face directory, a GGUF file, demo or tiny."
+
 
 def _parse_tokens(text: str) -> int | None:
     if text == "auto":
@@ -32,7 +36,7 @@ HELP = {
         parser=_parse_tokens,
         metavar="N|auto",
     ),
-    "max_concurrency": _option("Lanes: requests that run at once.", min=1),
+    "max_concurrency": _option("Lanes: requests that run at once.", min=1, max=MAX_LANES),
     "max_pending_requests": _option("Requests that may wait; one more gets 429.", min=1),
     "pending_timeout_ms": _option("Longest wait for a lane; then 503.", min=1),
     "device_state_slots": _option(
@@ -80,7 +84,7 @@ HELP = {
     "host": _option("Address to listen on."),
     "port": _option("Port to listen on.", min=1, max=65535),
     "api_key": _option("Ask for this key (Authorization: Bearer, or x-api-key)."),
-    "model_id": _option("Public name of the model; default its own"),
+    "model_id": _option("Public name of the model; default MODEL as it was given."),
     "default_max_tokens": _option("Limit of an answer whose request sets none.", min=1),
     "max_request_mib": _option("Largest body; a larger one gets 413.", min=1),
     "request_log_jsonl": _option("Append one JSON line for each event of a request; no text in it."),

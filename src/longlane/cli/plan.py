@@ -9,25 +9,19 @@ import msgspec
 import torch
 import typer
 
-from longlane.artifact.container import Artifact
-from longlane.artifact.inventory import GEOMETRIES, SECTIONS, Section, tensor_bytes
+from longlane.artifact.inventory import GEOMETRIES
 from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
+from longlane.artifact.sizes import weight_bytes
 from longlane.artifact.text_config import read_json
-from longlane.cli.options import HELP, pick, takes
+from longlane.cli.options import HELP, MODEL, pick, takes
 from longlane.cli.tables import print_plan
-from longlane.config import EngineConfig, WeightsMode
-from longlane.engine.startup import can_be_captured, concurrent, host_kv_mib, spare_slots
+from longlane.config import EngineConfig
+from longlane.engine.flags import check_flags
+from longlane.engine.planning import plan_request, sections
 from longlane.errors import ConfigError
-from longlane.memory.plan import (
-    GIB,
-    MIB,
-    PlanRequest,
-    activation_width,
-    choose_context,
-    make_plan,
-    max_drafts,
-)
+from longlane.memory.plan import GIB, MIB
+from longlane.memory.planner import make_plan
 from longlane.models.registry import cache_spec
 
 # The flags of `serve` that a plan depends on.
@@ -44,12 +38,12 @@ UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": MIB, "GIB": GIB, "KB": 10**3, "MB
 
 @takes(EngineConfig, without=HELP.keys() - PLANNED)
 def plan(
-    model: Annotated[
-        str | None, typer.Argument(help="An artifact, a Hugging Face directory, or a model's name.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help=MODEL)] = None,
     geometry: Annotated[str | None, typer.Option(help=f"Instead of a model: {', '.join(GEOMETRIES)}.")] = None,
     vram: Annotated[str, typer.Option(help="Device memory, for instance 32760MiB or 24GiB.")] = "24GiB",
-    vision: Annotated[bool, typer.Option("--vision", help="Load the vision tower.")] = False,
+    vision: Annotated[
+        bool, typer.Option("--vision", help="Count the vision tower, which serve does not load yet.")
+    ] = False,
     vision_max_tokens: Annotated[
         int | None, typer.Option(help="Image tokens a request, implies --vision; default 8192.", min=1)
     ] = None,
@@ -58,47 +52,25 @@ def plan(
 ) -> None:
     """Print what a model takes on a card, pool by pool, and what each lane is guaranteed.
 
-    The flags are those of serve. A geometry is planned for in groupwise-int unless --weights says otherwise.
+    The flags are those of serve but for --vram and --vision. A geometry is planned for in groupwise-int unless
+    --weights says otherwise.
     """
     engine: EngineConfig = pick(EngineConfig, {"model": model or "", **values})
+    check_flags(engine)
+    size = parse_size(vram)
     config, path = model_config(model, geometry)
     vision_tokens = vision_max_tokens or (VISION_TOKENS if vision else 0)
     tower = _tower(path, geometry) if vision_tokens else None
-    sections = _sections(engine, bool(vision_tokens))
-    request = plan_request(engine, config, weight_bytes(config, path, sections, engine.weights, tower))
-    made = make_plan(replace(request, device_bytes=parse_size(vram), vision_tokens=vision_tokens))
+    weights = weight_bytes(config, path, sections(engine, vision=bool(vision_tokens)), engine.weights, tower)
+    spec = cache_spec(config, mtp="mtp" in engine.spec)
+    request = plan_request(engine, config, spec, weights, device=torch.device("cuda"), device_bytes=size)
+    made = make_plan(replace(request, vision_tokens=vision_tokens))
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(made), indent=2).decode())
     else:
         print_plan(made)
-
-
-def _sections(engine: EngineConfig, vision: bool) -> list[Section]:
-    asked = {"text": True, "mtp": "mtp" in engine.spec, "draft_head": engine.lm_head_draft, "vision": vision}
-    return [section for section in SECTIONS if asked.get(section)]
-
-
-def plan_request(engine: EngineConfig, config: dict[str, Any], weights: dict[str, int]) -> PlanRequest:
-    """What `serve` would plan for with the same flags, on a card without memory."""
-    spec = cache_spec(config, mtp="mtp" in engine.spec)
-    return PlanRequest(
-        device_bytes=0,
-        spec=spec,
-        weights=weights,
-        vocab_size=int(config["vocab_size"]),
-        width=activation_width(config),
-        kv_dtype="bf16" if engine.kv_dtype == "auto" else engine.kv_dtype,
-        gdn_state=engine.gdn_state,
-        lanes=engine.max_concurrency,
-        max_context=choose_context(engine.max_context, int(config["max_position_embeddings"])),
-        kv_capacity=engine.kv_capacity,
-        state_slots=spare_slots(engine),
-        prefill_chunk=engine.prefill_chunk,
-        draft_tokens=max_drafts(engine.spec, engine.draft_tokens),
-        graphs=engine.cuda_graph,
-        concurrent=concurrent(engine) and can_be_captured(config),
-        host_arena=bool(host_kv_mib(engine, torch.device("cuda")) and spec.gdn_layers),
-    )
+        if vision_tokens:
+            print("This build computes no images: serve loads no vision tower, and gives its memory to the KV pages.")
 
 
 def parse_size(text: str) -> int:
@@ -137,27 +109,3 @@ def _tower(path: Path | None, geometry: str | None) -> dict[str, Any] | None:
     if not isinstance(tower, dict):
         raise ConfigError(f"--vision: {path / 'config.json'} has no vision_config; leave out the flag")
     return tower
-
-
-def weight_bytes(
-    config: dict[str, Any], path: Path | None, sections: list[Section], mode: WeightsMode, tower: dict[str, Any] | None
-) -> dict[str, int]:
-    """Bytes by part: what a file holds, else what the inventory of its configuration adds up to."""
-    if path is None or path.is_dir():
-        # As `serve` loads a directory that nothing was said about.
-        form = mode if mode != "auto" else "bf16" if path else "groupwise-int"
-        return {part: tensor_bytes(config, [part], weights=form, vision=tower) for part in sections}
-    if mode != "auto":
-        raise ConfigError(f"{path} keeps the formats it was made with; leave out --weights, or name its directory")
-    held: dict[str, int] = dict.fromkeys(sections, 0)
-    with Artifact.open(path) as artifact:
-        owner: dict[str, str] = {}
-        for name, parts in artifact.parameters.items():
-            section = "draft_head" if name.startswith("text/draft_head") else name.partition("/")[0]
-            owner |= {part.object: section for part in parts}
-        for object, section in owner.items():
-            if section in held:
-                held[section] += artifact.objects[object].bytes
-    if missing := [part for part, size in held.items() if not size]:
-        raise ConfigError(f"{path} holds no {missing[0]} tensors; leave out the flag that asks for them")
-    return held

@@ -4,9 +4,7 @@ import asyncio
 import dataclasses
 import json
 import logging
-import os
 import shlex
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -18,8 +16,8 @@ import longlane
 from longlane.api.server import listen
 from longlane.api.server import serve as serve_http
 from longlane.api.state import ServerState
-from longlane.cli.options import pick, takes
-from longlane.cli.session import LoadingBars, open_session
+from longlane.cli.options import MODEL, pick, takes
+from longlane.cli.session import LoadingBars, check_folder, open_session
 from longlane.cli.tables import print_plan
 from longlane.config import EngineConfig, FaultPolicy, ServerConfig
 from longlane.errors import ConfigError
@@ -30,9 +28,7 @@ LEVELS |= {"warn": logging.WARNING, "error": logging.ERROR}
 
 
 @takes(EngineConfig, FaultPolicy, ServerConfig)
-def serve(
-    model: Annotated[str, typer.Argument(help="An artifact, a Hugging Face directory, demo or tiny.")], **values: Any
-) -> None:
+def serve(model: Annotated[str, typer.Argument(help=MODEL)], **values: Any) -> None:
     """Load a model and serve it until SIGTERM or Ctrl-C."""
     engine_config: EngineConfig = pick(EngineConfig, {"model": model, **values})
     config: ServerConfig = pick(ServerConfig, values)
@@ -40,7 +36,7 @@ def serve(
     if config.api_key == "":
         raise ConfigError("--api-key is empty, which would let everybody in; leave it out to serve without a key")
     policy: FaultPolicy = pick(FaultPolicy, values)
-    check_fault_dir(policy.fault_dir)
+    check_folder("--fault-dir", policy.fault_dir)
     console = Console(highlight=False)
     with listen(config.host, config.port) as sock:
         state = open_session(engine_config, config, console, policy)
@@ -51,21 +47,6 @@ def serve(
                 _announce(state, policy, ready, console)
 
             runner.run(serve_http(state, sock, bars, announce))
-
-
-def check_fault_dir(directory: Path | None) -> None:
-    """Raises `ConfigError` now for a place that would lose the report of a fault later. Makes nothing: a start that
-    fails leaves nothing behind."""
-    if directory is None:
-        return
-    try:
-        nearest = next(place for place in (directory, *directory.parents) if place.exists())
-    except OSError as error:
-        raise ConfigError(f"--fault-dir {directory}: {error.strerror}; name a folder that can be made") from None
-    if not nearest.is_dir():
-        raise ConfigError(f"--fault-dir {directory}: {nearest} is no folder; name a folder that can be made")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"--fault-dir {directory}: {nearest} cannot be written to; name a folder that can")
 
 
 def set_log_level(level: str) -> None:

@@ -1,6 +1,8 @@
 """What `serve` and `chat` share: from configurations to a server's state, and progress while the model loads."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -12,6 +14,7 @@ from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
 from longlane.config import EngineConfig, FaultPolicy, ServerConfig
 from longlane.engine.client import EngineClient
+from longlane.engine.flags import check_flags
 from longlane.errors import ConfigError
 from longlane.text.frontend import Frontend
 from longlane.types import Loading
@@ -21,20 +24,38 @@ def open_session(
     engine: EngineConfig, server: ServerConfig, console: Console, policy: FaultPolicy | None = None
 ) -> ServerState:
     """Everything but the engine process. Raises a `LonglaneError` for a model or a flag that cannot be used."""
+    check_flags(engine)
+    check_folder("--disk-cache", engine.disk_cache)
     with console.status(f"opening {engine.model}"):
         path = resolve(engine.model)
         resources = open_resources(path)
         frontend = Frontend.load(resources.get, resources.config, _template(server))
+    model_id = server.model_id or engine.model
     engine = replace(engine, model=str(path))
     return ServerState(
         config=server,
         engine_config=engine,
-        model_id=server.model_id or resources.name,
+        model_id=model_id,
         engine=EngineClient(engine, policy=policy),
         frontend=frontend,
         request_log=RequestLog(server.request_log_jsonl),
         sampling=SamplingDefaults.of(frontend.generation, server),
     )
+
+
+def check_folder(flag: str, directory: Path | None) -> None:
+    """Raises `ConfigError` now for a place that could not be written to later. Makes nothing: a start that fails leaves
+    nothing behind."""
+    if directory is None:
+        return
+    try:
+        nearest = next(place for place in (directory, *directory.parents) if place.exists())
+    except OSError as error:
+        raise ConfigError(f"{flag} {directory}: {error.strerror}; name a folder that can be made") from None
+    if not nearest.is_dir():
+        raise ConfigError(f"{flag} {directory}: {nearest} is no folder; name a folder that can be made")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {directory}: {nearest} cannot be written to; name a folder that can")
 
 
 def _template(server: ServerConfig) -> str | None:

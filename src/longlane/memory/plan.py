@@ -1,7 +1,6 @@
-"""The memory plan: a pure function from geometry, weights and flags to pools. No torch, no GPU.
+"""What a memory plan is made from: a request, and the formula of every pool. No GPU.
 
-It is what the engine allocates at start, what `longlane plan` prints for any card, and what the log shows. Every pool
-is a formula over the geometry; the few allowances that are not are the constants below. See `docs/memory.md`.
+Pools are formulas over the geometry; the few allowances that are not are the constants below. See `docs/memory.md`.
 """
 
 from collections.abc import Mapping
@@ -12,8 +11,8 @@ from typing import Any
 from longlane.config import GdnState, SpecMode
 from longlane.errors import PlanError
 from longlane.kernels.attention.limits import PARTS, SEGMENT
-from longlane.kernels.kv_codec.layout import CODECS, GROUP, RAW_BYTES, divides, vector_bytes
-from longlane.types import CacheSpec, MemoryPlan, Pool
+from longlane.kernels.kv_codec.layout import RAW_BYTES, vector_bytes
+from longlane.types import CacheSpec, Pool
 
 PAGE = 64
 MIB = 1 << 20
@@ -218,88 +217,3 @@ def captured_graphs(req: PlanRequest) -> int:
     each = 3 * widths + min(req.draft_tokens, MAX_MTP_DRAFTS) if mtp else 3 * widths - 1
     # For the whole card and for the part that a round has beside a chunk.
     return len(captured_sizes(req.lanes)) * each * (2 if req.concurrent else 1)
-
-
-def make_plan(req: PlanRequest) -> MemoryPlan:
-    """Divide the device among the pools.
-
-    Raises PlanError naming the bound that breaks and the nearest settings that fit. Page 0 is a scratch page that
-    padded rows write to; it is counted in the KV pool and not in `kv_tokens`.
-    """
-    _check(req)
-    pools = fixed_pools(req)
-    fixed = sum(pool.bytes for pool in pools)
-    page = page_bytes(req.spec, req.kv_dtype)
-    per_lane = ceil(req.max_context / PAGE)
-    fits = (req.device_bytes - fixed) // page - 1
-    wanted = req.lanes * per_lane if req.kv_capacity is None else ceil(req.kv_capacity / PAGE)
-    least = max(per_lane, req.lanes) if req.kv_capacity is None else wanted
-    if fits < least:
-        raise PlanError(_refusal(req, pools, fits, least))
-    pages = min(wanted, fits)
-    kv_note = f"{pages} pages of {PAGE} tokens, {page // PAGE:,} B a token ({req.kv_dtype})"
-    pools.insert(len(req.weights), Pool(name="KV pages", bytes=(pages + 1) * page, note=kv_note))
-    return MemoryPlan(
-        device_bytes=req.device_bytes,
-        pools=pools,
-        kv_dtype=req.kv_dtype,
-        kv_pages=pages,
-        kv_tokens=pages * PAGE,
-        lanes=req.lanes,
-        max_context=req.max_context,
-        guaranteed_context=min(req.max_context, pages // req.lanes * PAGE),
-        prefill_chunk=chunk_tokens(req),
-    )
-
-
-def _check(req: PlanRequest) -> None:
-    if req.kv_dtype not in CODECS:
-        raise PlanError(f"--kv-dtype {req.kv_dtype} is not known; one of {', '.join(CODECS)}")
-    if not divides(req.kv_dtype, req.spec.head_dim):
-        raise PlanError(
-            f"--kv-dtype {req.kv_dtype} needs heads of a multiple of {GROUP} values, the model's have "
-            f"{req.spec.head_dim}; use bf16 or float32"
-        )
-    if not 1 <= req.lanes <= 16:
-        raise PlanError(f"--max-concurrency {req.lanes} is outside 1 to 16")
-    if req.max_context < 1:
-        raise PlanError(f"--max-context {req.max_context} must be positive")
-    if req.kv_capacity is not None and not req.max_context <= req.kv_capacity <= req.lanes * req.max_context:
-        raise PlanError(
-            f"--kv-capacity {req.kv_capacity} must lie between --max-context {req.max_context} and "
-            f"{req.lanes * req.max_context} (lanes x context)"
-        )
-
-
-def _refusal(req: PlanRequest, pools: list[Pool], fits: int, least: int) -> str:
-    page = page_bytes(req.spec, req.kv_dtype)
-    left = req.device_bytes - sum(pool.bytes for pool in pools)
-    if left < 2 * page:
-        largest = max(pools, key=lambda pool: pool.bytes)
-        return (
-            f"device memory: the pools besides KV need {(req.device_bytes - left) / GIB:.2f} GiB of "
-            f"{req.device_bytes / GIB:.2f} GiB (the largest, {largest.name}, {largest.bytes / GIB:.2f} GiB), "
-            f"which leaves no page; it would fit into {(req.device_bytes - left + (least + 1) * page) / GIB:.2f} GiB, "
-            "less with smaller weights"
-        )
-    need = f"{least * PAGE:,} tokens at {page // PAGE:,} B each are {(least + 1) * page / GIB:.2f} GiB"
-    cures = [_shrunk(req, fits)]
-    usable = [codec for codec in CODECS if divides(codec, req.spec.head_dim)]
-    for codec in sorted(usable, key=lambda c: -page_bytes(req.spec, c)):
-        size = page_bytes(req.spec, codec)
-        if size < page and left // size - 1 >= least:
-            cures.append(f"--kv-dtype {codec}")
-            break
-    return f"KV pool: {need}, and {left / GIB:.2f} GiB are left for it; nearest that fits: {' or '.join(cures)}"
-
-
-def _shrunk(req: PlanRequest, fits: int) -> str:
-    """The flags of a request like this one that `fits` pages are enough for."""
-    flags = []
-    if fits * PAGE < req.max_context:
-        flags.append(f"--max-context {fits * PAGE}")
-    if req.kv_capacity is not None:
-        flags.append(f"--kv-capacity {fits * PAGE}")
-    elif fits < req.lanes:
-        flags.append(f"--max-concurrency {fits}")
-    return " ".join(flags)

@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import longlane
 from longlane.cli import COMMANDS, app, load, main
+from longlane.cli.session import open_session
+from longlane.config import EngineConfig, ServerConfig
 
 ROOT = Path(__file__).parents[3]
 FLAGS = (ROOT / "docs" / "flags.md").read_text()
@@ -79,6 +82,9 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: py
         (["serve", "tiny", "--api-key", ""], "--api-key is empty"),
         (["serve", "tiny", "--request-log-jsonl", "/nowhere/log"], "--request-log-jsonl"),
         (["serve", "tiny", "--fault-dir", "/dev/null/faults"], "name a folder that can be made"),
+        (["serve", "tiny", "--disk-cache", "/dev/null/cache"], "--disk-cache /dev/null/cache: /dev/null is no folder"),
+        (["chat", "tiny", "--draft-tokens", "3"], "--draft-tokens has no effect without --spec mtp"),
+        (["serve", "tiny", "--no-prefix-reuse", "--disk-cache", "x"], "--disk-cache has no effect without --prefix"),
         (["serve", str(ROOT / "pyproject.toml")], "pyproject.toml"),
     ],
 )
@@ -102,6 +108,13 @@ def test_a_start_that_fails_leaves_nothing_behind(
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_model_is_served_under_the_name_that_was_given() -> None:
+    link = str(ROOT / "assets" / ".." / "assets" / "tiny-hybrid")
+    for asked, own, known in (("tiny", None, "tiny"), (link, None, link), ("tiny", "mine", "mine")):
+        state = open_session(EngineConfig(model=asked), ServerConfig(model_id=own), Console(quiet=True))
+        assert (state.model_id, Path(state.engine_config.model).name) == (known, "tiny-hybrid")
+
+
 def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -121,6 +134,7 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], monkeypat
         ["--kv-capacity", "0"],
         ["--max-concurrency"],
         ["--max-concurrency", "0"],
+        ["--max-concurrency", "17"],
         ["--no-such-flag"],
         ["--chat-template", "/nowhere"],
     ],

@@ -73,7 +73,7 @@ def test_what_is_planned_is_what_serve_would_plan(app: typer.Typer) -> None:
         return int(str(run(app, f"{full} {flags}")["kv_tokens"]))
 
     assert kv_tokens("") == kv_tokens("--device-state-slots 2 --weights groupwise-int --host-kv-mib 8192")
-    assert kv_tokens("--no-prefix-reuse") == kv_tokens("--device-state-slots 0") > kv_tokens("")
+    assert kv_tokens("--no-prefix-reuse") == kv_tokens("--device-state-slots 0 --host-kv-mib 0") > kv_tokens("")
     assert kv_tokens("--no-cuda-graph") > kv_tokens("")
     assert kv_tokens("--host-kv-mib 0") > kv_tokens("")
 
@@ -96,6 +96,9 @@ def test_lookups_are_planned_for_without_a_draft_head(app: typer.Typer) -> None:
         ("--geometry qwen3.8-27b --spec mtp --draft-tokens 9", "--draft-tokens 9: --spec mtp takes 1 to 5"),
         ("--geometry qwen3.8-27b --max-context 999999", "--max-context 999999: the model was trained for 262144"),
         ("--geometry qwen3.8-27b --vram 10GiB", "which leaves no page"),
+        ("--geometry qwen3.8-27b --lm-head-draft", "--lm-head-draft has no effect without --spec mtp"),
+        ("--geometry qwen3.8-27b --draft-tokens 3", "--draft-tokens has no effect without --spec mtp"),
+        ("nowhere --vram 24", "--vram 24 is 24 bytes"),
     ],
 )
 def test_what_cannot_be_is_one_line(app: typer.Typer, command: str, match: str) -> None:
@@ -108,6 +111,7 @@ def test_what_cannot_be_is_one_line(app: typer.Typer, command: str, match: str) 
     ("flag", "right"),
     [
         ("--draft-tokens 99", "less than or equal"),
+        ("--max-concurrency 17", "less than or equal to 16"),
         ("--device-state-slots -1", "greater than or equal"),
         ("--vision-max-tokens -3", "greater than or equal"),
         ("--kv-capacity lots", "must be a number of tokens, at least 1, or auto"),
@@ -127,6 +131,15 @@ def test_a_tower_that_is_not_known_is_not_guessed(app: typer.Typer) -> None:
     result = CliRunner().invoke(app, ["--geometry", "qwen3.5-2b", "--vision"])
     assert "the tower of qwen3.5-2b is not known here" in str(result.exception)
     assert "config.json has no vision_config" in str(CliRunner().invoke(app, ["tiny", "--vision"]).exception)
+
+
+def test_vision_is_said_not_to_be_loaded(app: typer.Typer) -> None:
+    command = ["--geometry", "qwen3.8-27b", "--max-context", "4096"]
+    said = [
+        "serve loads no vision tower" in CliRunner().invoke(app, [*command, *more]).output
+        for more in ([], ["--vision"])
+    ]
+    assert said == [False, True]
 
 
 def test_weights_are_those_that_serve_would_load(app: typer.Typer, tmp_path: Path) -> None:

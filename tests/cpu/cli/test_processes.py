@@ -61,7 +61,7 @@ def test_a_server_from_its_start_to_its_end(server: Server) -> None:
     server.wait_for(503, "/ready")
     server.wait_for(200, "/ready")
     key = {"x-api-key": "k3y"}
-    body = {"model": "tiny-hybrid", "prompt": "The", "stream": True, "ignore_eos": True, "max_tokens": 400}
+    body = {"model": "tiny", "prompt": "The", "stream": True, "ignore_eos": True, "max_tokens": 400}
     with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, headers=key, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from longlane.config import EngineConfig
-from longlane.engine import partition, startup
+from longlane.engine import partition
 from longlane.engine.partition import BESIDE, Part, can_be_parted, part
+from longlane.engine.planning import concurrent, plan_memory
 from longlane.kernels.launch import DeviceProperties
 from longlane.types import CacheSpec, ModelInfo
 
@@ -174,15 +175,16 @@ LANES = EngineConfig(model="tiny", max_context=512, max_concurrency=2, memory_by
     ],
 )
 def test_chunks_run_beside_rounds_only_where_rounds_keep_a_share(changes, beside):
-    assert startup.concurrent(replace(LANES, **changes)) is beside
+    assert concurrent(replace(LANES, **changes)) is beside
 
 
 def planned(text_config: dict[str, int], **changes: bool) -> dict[str, int]:
     """Bytes of the pools of a small model on a card."""
     spec = CacheSpec(kv_layers=1, kv_heads=1, head_dim=64, query_heads=2, hidden=64)
     info = ModelInfo(name="m", family="f", parameters=1, vocab_size=256, max_context=4096, weights_bytes=1 << 20)
-    loaded = SimpleNamespace(spec=spec, info=info, config=text_config)
-    plan = startup.plan_memory(replace(LANES, **changes), loaded, "bf16", "bf16", CARD)
+    sizes = {"vocab_size": 256, "max_position_embeddings": 4096}
+    loaded = SimpleNamespace(spec=spec, info=info, config=text_config | sizes)
+    plan = plan_memory(replace(LANES, **changes), loaded, CARD)
     return {pool.name: pool.bytes for pool in plan.pools}
 
 

@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from longlane.artifact.convert import Options, convert
 from longlane.artifact.locate import resolve
+from longlane.artifact.resources import open_resources
+from longlane.artifact.sizes import weight_bytes
 from longlane.config import EngineConfig
 from longlane.engine import startup
+from longlane.engine.flags import check_flags
 from longlane.engine.loop import Engine
+from longlane.engine.planning import check_disk, host_states, sections
 from longlane.errors import ConfigError, LonglaneError, PlanError
 from longlane.text.tokenizer import Tokenizer
-from longlane.types import Loading, Ready, Request, SamplingParams
+from longlane.types import CacheSpec, Loading, Ready, Request, SamplingParams
 from support.toy_engine import run
 
 CONFIG = EngineConfig(model="tiny", dtype="float64", max_context=512, max_concurrency=2)
@@ -112,7 +117,10 @@ def test_a_restart_continues_from_the_disk(tmp_path):
     ],
 )
 def test_host_states_follow_from_the_continuations_asked_for(changes, states):
-    assert startup.host_states(replace(CONFIG, **changes)) == states
+    assert host_states(replace(CONFIG, **changes)) == states
+
+
+TIERS = {"host_kv_mib": 64, "disk_cache": Path("/nowhere")}
 
 
 @pytest.mark.parametrize(
@@ -121,17 +129,85 @@ def test_host_states_follow_from_the_continuations_asked_for(changes, states):
         ({"model": "nowhere"}, LonglaneError, "nowhere"),
         ({"max_context": 10**9}, PlanError, "--max-context 1000000000"),
         ({"memory_bytes": 1 << 20}, PlanError, "device memory"),
-        ({"disk_cache": Path("/nowhere")}, ConfigError, "add --host-kv-mib"),
+        ({"memory_bytes": 1151 << 20, "max_context": 32_768, "kv_dtype": "float32"}, PlanError, "KV pool"),
+        ({"kv_capacity": 1 << 20}, PlanError, "--kv-capacity"),
+        ({"spec": "mtp", "draft_tokens": 9}, PlanError, "--draft-tokens 9: --spec mtp takes 1 to 5"),
+        ({"max_concurrency": 17}, PlanError, "--max-concurrency 17 is outside 1 to 16"),
+        ({"disk_cache": Path("/nowhere")}, ConfigError, "--disk-cache has no effect without .*--host-kv-mib"),
+        ({"max_shared_prefixes": 3}, ConfigError, "--max-shared-prefixes has no effect"),
+        ({**TIERS, "host_state_slots": 0}, ConfigError, "ask for more --host-state-slots"),
         ({"device": "abacus"}, ConfigError, "--device abacus"),
         ({"lm_head_draft": True, "spec": "lookup"}, ConfigError, "--lm-head-draft"),
         ({"device": "meta"}, ConfigError, "--device meta"),
         ({"device": "cuda:99"}, ConfigError, "CUDA devices"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(changes, error, words):
+def test_what_cannot_be_is_refused_in_one_line_before_weights_are_read(monkeypatch, changes, error, words):
+    monkeypatch.setattr(startup, "load_model", lambda *args, **options: pytest.fail("weights were read"))
     with pytest.raises(error, match=words) as refused:
         load(replace(CONFIG, **changes))
     assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("gdn_layers", "pages", "states", "words"),
+    [(0, 9, 9, "recurrent states"), (1, 0, 9, "--host-kv-mib"), (1, 9, 0, "--host-state-slots")],
+)
+def test_a_disk_cache_that_nothing_would_reach_is_refused(gdn_layers, pages, states, words):
+    spec = CacheSpec(kv_layers=1, kv_heads=1, head_dim=64, gdn_layers=gdn_layers)
+    with pytest.raises(ConfigError, match=words):
+        check_disk(spec, pages=pages, states=states)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "groupwise-int"])
+def test_what_weights_are_known_to_take_is_no_more_than_they_do(tmp_path, weights):
+    """So that nothing is refused early that would fit."""
+    convert(resolve("tiny"), artifact := tmp_path / "tiny.ninfer", Options(weights=weights), quiet=True)
+    config = replace(CONFIG, model=str(artifact), dtype="auto", spec="mtp")
+    sizes = weight_bytes(open_resources(artifact).config, artifact, sections(config), "auto")
+    placed = load(config)[1].model.weights_bytes
+    assert placed / 2.5 < sum(sizes.values()) <= placed
+
+
+def test_an_mtp_head_that_is_not_there_is_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(startup, "load_model", lambda *args, **options: pytest.fail("weights were read"))
+    for file in resolve("tiny").glob("*.json"):
+        (tmp_path / file.name).write_text(
+            file.read_text().replace('"mtp_num_hidden_layers": 1', '"mtp_num_hidden_layers": 0')
+        )
+    with pytest.raises(ConfigError, match=r"no MTP head.*leave out --spec mtp"):
+        load(replace(CONFIG, model=str(tmp_path), spec="mtp"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"draft_tokens": 3}, "--draft-tokens"),
+        ({"lm_head_draft": True}, "--lm-head-draft"),
+        ({"prefix_reuse": False, "device_state_slots": 2}, "--device-state-slots"),
+        ({"prefix_reuse": False, "host_kv_mib": 64}, "--host-kv-mib"),
+        ({"prefix_reuse": False, "disk_cache": Path("x")}, "--disk-cache"),
+        ({"host_kv_mib": 0, "disk_cache": Path("x")}, "--disk-cache"),
+        ({"host_kv_mib": 0, "host_state_slots": 2}, "--host-state-slots"),
+        ({"host_kv_mib": 0, "max_private_continuations": 2}, "--max-private-continuations"),
+    ],
+)
+def test_a_flag_that_the_others_leave_without_effect_is_refused(changes, flag):
+    with pytest.raises(ConfigError, match=f"^{flag} has no effect without --"):
+        check_flags(EngineConfig(model="m", **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"spec": "lookup", "draft_tokens": 15},
+        {"prefix_reuse": False, "device_state_slots": 0, "host_kv_mib": 0},
+        {"disk_cache": Path("x"), "host_state_slots": 9},
+    ],
+)
+def test_flags_that_go_together_are_let_through(changes):
+    check_flags(EngineConfig(model="m", **changes))
 
 
 def test_a_model_that_computes_nonsense_does_not_get_ready(monkeypatch):

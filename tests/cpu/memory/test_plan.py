@@ -21,11 +21,12 @@ from longlane.memory.plan import (
     VALUE_BYTES,
     PlanRequest,
     decode_parts,
-    make_plan,
+    fixed_pools,
     page_bytes,
     prefill_attention,
     state_bytes,
 )
+from longlane.memory.planner import make_plan
 from longlane.types import CacheSpec
 
 QWEN_27B = CacheSpec(
@@ -163,6 +164,40 @@ def test_a_refusal_names_the_bound_and_its_cure_fits() -> None:
     codec = re.search(r"--kv-dtype (\S+)", caught.value.message)
     assert codec is not None
     assert make_plan(request(device_bytes=24 * GIB, kv_dtype=codec[1])).kv_tokens >= 262144
+
+
+FIELDS = {
+    "--no-concurrent-prefill": {"concurrent": False},
+    "--no-cuda-graph": {"concurrent": False, "graphs": False},
+    "--prefill-chunk 256": {"prefill_chunk": 256},
+    "--device-state-slots 0": {"state_slots": 0},
+    "--gdn-state bf16": {"gdn_state": "bf16"},
+    "--host-kv-mib 0": {"host_arena": False},
+    "--draft-tokens 1": {"draft_tokens": 1},
+}
+
+
+@pytest.mark.parametrize(("gib", "kind"), [(16, "device memory"), (22, "KV pool")])
+def test_a_refusal_says_what_each_flag_gives_back(gib: int, kind: str) -> None:
+    req = request(device_bytes=gib * GIB, concurrent=True, host_arena=True, kv_dtype="bf16")
+    with pytest.raises(PlanError, match=kind) as caught:
+        make_plan(req)
+    named = re.findall(r"(--[a-z-]+(?: \w+)?) (\d+\.\d\d) GiB[,;]", caught.value.message)
+    assert {flag for flag, _ in named} == FIELDS.keys()
+    assert [float(size) for _, size in named] == sorted((float(size) for _, size in named), reverse=True)
+    for flag, size in named:
+        smaller = fixed_bytes(replace(req, **FIELDS[flag]))  # type: ignore[arg-type]
+        assert (fixed_bytes(req) - smaller) / GIB == pytest.approx(float(size), abs=0.0051), flag
+
+
+def fixed_bytes(req: PlanRequest) -> int:
+    return sum(pool.bytes for pool in fixed_pools(req))
+
+
+def test_a_refusal_names_no_flag_that_is_set_already() -> None:
+    tight = {"concurrent": False, "graphs": False, "prefill_chunk": 100, "state_slots": 0, "gdn_state": "bf16"}
+    with pytest.raises(PlanError, match="which leaves no page; it would fit into"):
+        make_plan(request(device_bytes=16 * GIB, draft_tokens=0, **tight))
 
 
 def test_heads_that_no_coded_format_divides_are_not_advised_one() -> None:

@@ -1,0 +1,24 @@
+"""Flags that mean something beside others alone. No torch: the server asks before it starts an engine."""
+
+from longlane.config import EngineConfig
+from longlane.errors import ConfigError
+
+
+def check_flags(config: EngineConfig) -> None:
+    """Raises `ConfigError` for a flag that the others leave without effect, and names those it needs."""
+    reuse = config.prefix_reuse
+    # None is a default that depends on the device.
+    tiers = reuse and config.host_kv_mib != 0
+    needs = (
+        ("--draft-tokens", config.draft_tokens, config.spec != "off", "--spec mtp or lookup"),
+        ("--lm-head-draft", config.lm_head_draft, "mtp" in config.spec, "--spec mtp, whose drafts it is for"),
+        ("--device-state-slots", config.device_state_slots, reuse, "--prefix-reuse"),
+        ("--host-kv-mib", config.host_kv_mib, reuse, "--prefix-reuse"),
+        ("--host-state-slots", config.host_state_slots, tiers, "--prefix-reuse and --host-kv-mib"),
+        ("--max-private-continuations", config.max_private_continuations, tiers, "--prefix-reuse and --host-kv-mib"),
+        ("--max-shared-prefixes", config.max_shared_prefixes, tiers, "--prefix-reuse and --host-kv-mib"),
+        ("--disk-cache", config.disk_cache, tiers, "--prefix-reuse and --host-kv-mib, through which all of it passes"),
+    )
+    for flag, asked, served, need in needs:
+        if asked and not served:
+            raise ConfigError(f"{flag} has no effect without {need}; add that, or leave {flag} out")

@@ -1,0 +1,153 @@
+"""What flags, a model's configuration and a machine decide before a weight is read: the memory plan, and what cannot
+be."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from longlane.artifact.inventory import SECTIONS, Section
+from longlane.artifact.resources import open_resources
+from longlane.artifact.sizes import weight_bytes
+from longlane.config import EngineConfig
+from longlane.engine.flags import check_flags
+from longlane.errors import ConfigError
+from longlane.memory.plan import (
+    DRIVER_BYTES,
+    HOST_KV_MIB,
+    PlanRequest,
+    activation_width,
+    choose_context,
+    max_drafts,
+    page_bytes,
+)
+from longlane.memory.planner import make_plan
+from longlane.models.registry import LoadedModel, cache_spec
+from longlane.types import CacheSpec, MemoryPlan
+
+
+def check_model(config: EngineConfig, path: Path, device: torch.device) -> None:
+    """Raises a `LonglaneError` for flags that cannot be served with this model on this machine, as far as that is
+    certain before its weights are there."""
+    mib = host_kv_mib(config, device)
+    check_flags(replace(config, host_kv_mib=mib))
+    text = open_resources(path).config
+    spec = cache_spec(text, mtp="mtp" in config.spec, source=path)
+    weights = weight_bytes(text, path, sections(config), config.weights)
+    request = plan_request(config, text, spec, weights, device=device, device_bytes=free_bytes(config, device))
+    plan = make_plan(request)
+    if config.disk_cache:
+        check_disk(spec, pages=(mib << 20) // page_bytes(spec, plan.kv_dtype), states=host_states(config))
+
+
+def check_disk(spec: CacheSpec, *, pages: int, states: int) -> None:
+    """Raises `ConfigError` for a disk cache that nothing would ever reach through `pages` and `states` on the host."""
+    if not spec.gdn_layers:
+        raise ConfigError("--disk-cache keeps recurrent states, and this model has none; leave it out")
+    if not pages or not states:
+        flag = "--host-state-slots" if pages else "--host-kv-mib"
+        raise ConfigError(f"--disk-cache has no effect where the host holds no page or no state; ask for more {flag}")
+
+
+def plan_memory(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> MemoryPlan:
+    """The plan for what is loaded, on what this machine has. Raises `PlanError`."""
+    placed = loaded.info.weights_bytes
+    # Of the host's memory, they have taken theirs.
+    size = free_bytes(config, device, taken=0 if device.type == "cuda" else placed)
+    request = plan_request(config, loaded.config, loaded.spec, {"all": placed}, device=device, device_bytes=size)
+    return make_plan(request)
+
+
+def plan_request(
+    config: EngineConfig,
+    text: Mapping[str, Any],
+    spec: CacheSpec,
+    weights: dict[str, int],
+    *,
+    device: torch.device,
+    device_bytes: int,
+) -> PlanRequest:
+    """What the engine asks of the memory plan. text: the configuration of the text model. weights: bytes by part."""
+    on_card, dtype = device.type == "cuda", compute_dtype(config, device)
+    return PlanRequest(
+        device_bytes=device_bytes,
+        spec=spec,
+        weights=weights,
+        vocab_size=int(text["vocab_size"]),
+        width=activation_width(text),
+        dtype=dtype,
+        kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        gdn_state=config.gdn_state,
+        lanes=config.max_concurrency,
+        max_context=choose_context(config.max_context, int(text["max_position_embeddings"])),
+        kv_capacity=config.kv_capacity,
+        state_slots=spare_slots(config),
+        prefill_chunk=config.prefill_chunk,
+        draft_tokens=max_drafts(config.spec, config.draft_tokens),
+        graphs=on_card and config.cuda_graph,
+        concurrent=on_card and concurrent(config) and can_be_captured(text),
+        host_arena=bool(host_kv_mib(config, device) and spec.gdn_layers),
+        driver_bytes=DRIVER_BYTES if on_card else 0,
+    )
+
+
+def compute_dtype(config: EngineConfig, device: torch.device) -> str:
+    """The arithmetic that `--dtype` means on a device."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "bf16" if device.type == "cuda" else "float32"
+
+
+def sections(config: EngineConfig, *, vision: bool = False) -> list[Section]:
+    """The parts of a model that the flags ask for."""
+    asked = {"text": True, "mtp": "mtp" in config.spec, "draft_head": config.lm_head_draft, "vision": vision}
+    return [section for section in SECTIONS if asked.get(section)]
+
+
+def free_bytes(config: EngineConfig, device: torch.device, taken: int = 0) -> int:
+    """What may be planned with: as asked, else all of a card; of the host, what is free now, and what was `taken`."""
+    if config.memory_bytes:
+        return config.memory_bytes
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().available) + taken
+
+
+def can_be_captured(text: Mapping[str, Any]) -> bool:
+    """Whether a step of the model is the same launches whatever its tokens are: not where experts are chosen."""
+    return "num_experts" not in text
+
+
+def concurrent(config: EngineConfig) -> bool:
+    """Whether chunks are to run beside rounds, on a card that can be parted. One lane has no other to run beside, and
+    without a floor there is no share of the card that rounds must keep."""
+    asked = config.concurrent_prefill and config.cuda_graph and config.overlap
+    return asked and config.max_concurrency > 1 and config.decode_floor > 0
+
+
+def spare_slots(config: EngineConfig) -> int:
+    """State images beside the lanes' own: what finished prefixes are continued from."""
+    if not config.prefix_reuse:
+        return 0
+    return config.max_concurrency if config.device_state_slots is None else config.device_state_slots
+
+
+def host_kv_mib(config: EngineConfig, device: torch.device) -> int:
+    """Size of the host arena for pages: as asked, else a default beside a card; none where no prefix is kept."""
+    if config.host_kv_mib is not None:
+        return config.host_kv_mib
+    return HOST_KV_MIB if device.type == "cuda" and config.prefix_reuse else 0
+
+
+def host_states(config: EngineConfig) -> int:
+    """State images on the host: as asked, else enough for every continuation's end, its turn and its anchors, and for
+    every shared prefix."""
+    if config.host_state_slots is not None:
+        return config.host_state_slots
+    lanes = config.max_concurrency
+    private = 2 * lanes if config.max_private_continuations is None else config.max_private_continuations
+    shared = max(lanes, 4) if config.max_shared_prefixes is None else config.max_shared_prefixes
+    return private * (2 + config.max_long_anchors_per_continuation) + shared

@@ -1,0 +1,126 @@
+"""The memory plan: a pure function from geometry, weights and flags to pools. No GPU.
+
+It is what the engine allocates at start, what `longlane plan` prints for any card, and what the log shows.
+"""
+
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+from longlane.config import MAX_LANES
+from longlane.errors import PlanError
+from longlane.kernels.kv_codec.layout import CODECS, GROUP, divides
+from longlane.memory.plan import GIB, MIB, PAGE, PlanRequest, chunk_tokens, fixed_pools, page_bytes
+from longlane.types import MemoryPlan, Pool
+
+# A chunk that a refusal proposes: below it a prefill reads all weights for little.
+SMALL_CHUNK = 256
+# What a flag gives back must be worth a place in one line.
+WORTH_NAMING = 16 * MIB
+
+
+def make_plan(req: PlanRequest) -> MemoryPlan:
+    """Divide the device among the pools.
+
+    Raises PlanError naming the bound that breaks and the nearest settings that fit. Page 0 is a scratch page that
+    padded rows write to; it is counted in the KV pool and not in `kv_tokens`.
+    """
+    _check(req)
+    pools = fixed_pools(req)
+    fixed = sum(pool.bytes for pool in pools)
+    page = page_bytes(req.spec, req.kv_dtype)
+    per_lane = ceil(req.max_context / PAGE)
+    fits = (req.device_bytes - fixed) // page - 1
+    wanted = req.lanes * per_lane if req.kv_capacity is None else ceil(req.kv_capacity / PAGE)
+    least = max(per_lane, req.lanes) if req.kv_capacity is None else wanted
+    if fits < least:
+        raise PlanError(_refusal(req, fits, least))
+    pages = min(wanted, fits)
+    kv_note = f"{pages} pages of {PAGE} tokens, {page // PAGE:,} B a token ({req.kv_dtype})"
+    pools.insert(len(req.weights), Pool(name="KV pages", bytes=(pages + 1) * page, note=kv_note))
+    return MemoryPlan(
+        device_bytes=req.device_bytes,
+        pools=pools,
+        kv_dtype=req.kv_dtype,
+        kv_pages=pages,
+        kv_tokens=pages * PAGE,
+        lanes=req.lanes,
+        max_context=req.max_context,
+        guaranteed_context=min(req.max_context, pages // req.lanes * PAGE),
+        prefill_chunk=chunk_tokens(req),
+    )
+
+
+def _check(req: PlanRequest) -> None:
+    if req.kv_dtype not in CODECS:
+        raise PlanError(f"--kv-dtype {req.kv_dtype} is not known; one of {', '.join(CODECS)}")
+    if not divides(req.kv_dtype, req.spec.head_dim):
+        raise PlanError(
+            f"--kv-dtype {req.kv_dtype} needs heads of a multiple of {GROUP} values, the model's have "
+            f"{req.spec.head_dim}; use bf16 or float32"
+        )
+    if not 1 <= req.lanes <= MAX_LANES:
+        raise PlanError(f"--max-concurrency {req.lanes} is outside 1 to {MAX_LANES}")
+    if req.max_context < 1:
+        raise PlanError(f"--max-context {req.max_context} must be positive")
+    if req.kv_capacity is not None and not req.max_context <= req.kv_capacity <= req.lanes * req.max_context:
+        raise PlanError(
+            f"--kv-capacity {req.kv_capacity} must lie between --max-context {req.max_context} and "
+            f"{req.lanes * req.max_context} (lanes x context)"
+        )
+
+
+def _refusal(req: PlanRequest, fits: int, least: int) -> str:
+    """Why there is no plan, and which flags would change that: each with what it gives back, or so that it fits."""
+    pools, page = fixed_pools(req), page_bytes(req.spec, req.kv_dtype)
+    fixed = sum(pool.bytes for pool in pools)
+    left = req.device_bytes - fixed
+    back = ", ".join(f"{flag} {size / GIB:.2f} GiB" for flag, size in _given_back(req, fixed))
+    back = f"given back by {back}; " if back else ""
+    if left < 2 * page:
+        largest = max(pools, key=lambda pool: pool.bytes)
+        return (
+            f"device memory: the pools besides KV need {fixed / GIB:.2f} GiB of "
+            f"{req.device_bytes / GIB:.2f} GiB (the largest, {largest.name}, {largest.bytes / GIB:.2f} GiB), "
+            f"which leaves no page; {back}it would fit into {(fixed + (least + 1) * page) / GIB:.2f} GiB, "
+            "less with smaller weights"
+        )
+    need = f"{least * PAGE:,} tokens at {page // PAGE:,} B each are {(least + 1) * page / GIB:.2f} GiB"
+    cures = [_shrunk(req, fits)]
+    usable = [codec for codec in CODECS if divides(codec, req.spec.head_dim)]
+    for codec in sorted(usable, key=lambda c: -page_bytes(req.spec, c)):
+        size = page_bytes(req.spec, codec)
+        if size < page and left // size - 1 >= least:
+            cures.append(f"--kv-dtype {codec}")
+            break
+    return f"KV pool: {need}, and {left / GIB:.2f} GiB are left for it; {back}nearest that fits: {' or '.join(cures)}"
+
+
+def _given_back(req: PlanRequest, fixed: int) -> list[tuple[str, int]]:
+    """Flags, and the bytes by which each alone makes the pools besides KV smaller than `fixed`; the most first."""
+    changes: dict[str, dict[str, Any]] = {
+        "--no-concurrent-prefill": {"concurrent": False},
+        "--no-cuda-graph": {"graphs": False, "concurrent": False},
+        f"--prefill-chunk {SMALL_CHUNK}": {"prefill_chunk": min(SMALL_CHUNK, chunk_tokens(req))},
+        "--device-state-slots 0": {"state_slots": 0},
+        "--gdn-state bf16": {"gdn_state": "bf16"},
+        "--host-kv-mib 0": {"host_arena": False},
+        "--draft-tokens 1": {"draft_tokens": min(1, req.draft_tokens)},
+    }
+    sizes = {
+        flag: fixed - sum(pool.bytes for pool in fixed_pools(replace(req, **change)))
+        for flag, change in changes.items()
+    }
+    return sorted(((flag, size) for flag, size in sizes.items() if size >= WORTH_NAMING), key=lambda each: -each[1])
+
+
+def _shrunk(req: PlanRequest, fits: int) -> str:
+    """The flags of a request like this one that `fits` pages are enough for."""
+    flags = []
+    if fits * PAGE < req.max_context:
+        flags.append(f"--max-context {fits * PAGE}")
+    if req.kv_capacity is not None:
+        flags.append(f"--kv-capacity {fits * PAGE}")
+    elif fits < req.lanes:
+        flags.append(f"--max-concurrency {fits}")
+    return " ".join(flags)
