@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ DEAD_PEER_MS = 15_000
 BACKLOG = 2048
 # Longer than SDKs keep an idle connection, so that they do not send a request into a closing one.
 KEEP_ALIVE_S = 75
+
+log = logging.getLogger(__name__)
 
 
 class HttpServer(uvicorn.Server):
@@ -52,10 +55,14 @@ class HttpServer(uvicorn.Server):
         """Take no connection and no request any more; what runs may finish within the grace. The second time, end it
         at once."""
         if self._application.draining:
+            log.info("told to stop again: nothing is waited for any more")
             self._application.end_running()
             self.force_exit = True
+        else:
+            count, grace_s = len(self._application.running), self._grace_s
+            log.info("told to stop: no new request is taken, the open ones (%d) have %g s to end", count, grace_s)
+            asyncio.get_running_loop().call_later(grace_s, self._application.end_running)
         self._application.draining = self.should_exit = True
-        asyncio.get_running_loop().call_later(self._grace_s, self._application.end_running)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -107,3 +114,4 @@ async def serve(
         await asyncio.gather(serving, loading, return_exceptions=True)
         await server.engine.stop()
         server.request_log.close()
+        log.info("stopped: the engine has ended")

@@ -1,5 +1,6 @@
 """What all routes share."""
 
+import logging
 import time
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ from longlane.engine.supervisor import not_serving
 from longlane.errors import EngineError, RequestError
 from longlane.text.frontend import Frontend
 from longlane.types import Ready
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -53,6 +56,8 @@ class ServerState:
 
     def end_running(self) -> None:
         """End every open generation with an error of its own."""
+        if self.running:
+            log.warning("the open requests (%d) are ended, since the server is shutting down", len(self.running))
         self.running.end_all(shutting_down())
 
 

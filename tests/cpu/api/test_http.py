@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,7 +15,9 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
+from longlane.api.generation import Event, Running
 from longlane.api.http import MEDIUM_PLACES, BodyPlaces, Guard, body_of
+from longlane.api.server import HttpServer
 from support.http_server import Served, serving
 from support.scripted_engine import ScriptedEngine, says
 
@@ -300,6 +304,27 @@ def test_shutting_down_ends_what_runs_with_an_error_and_takes_nothing_new(api: A
     assert "shutting down" in by_status[200].strip().split("\n\n")[-1]
     assert "shutting down" in by_status[503]
     assert not api.engine.open
+
+
+def test_what_is_waited_for_is_told_and_a_second_signal_ends_it(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "longlane.api")
+    state = dataclasses.replace(api.served.state, running=Running())
+    http = HttpServer(state, grace_s=60)
+
+    async def leave_twice() -> Event | Exception:
+        with state.running.queue() as queue:
+            http.leave()
+            assert (http.should_exit, http.force_exit, queue.empty()) == (True, False, True)
+            http.leave()
+            return queue.get_nowait()
+
+    assert "shutting down" in str(asyncio.run(leave_twice()))
+    assert http.force_exit
+    assert caplog.messages == [
+        "told to stop: no new request is taken, the open ones (1) have 60 s to end",
+        "told to stop again: nothing is waited for any more",
+        "the open requests (1) are ended, since the server is shutting down",
+    ]
 
 
 def test_a_body_that_outlasts_the_last_call_is_refused(api: Api) -> None:

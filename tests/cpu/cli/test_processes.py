@@ -69,6 +69,9 @@ def test_a_server_from_its_start_to_its_end(server: Server) -> None:
         *_, last = [line for line in lines if line]
     assert last == "data: [DONE]" or "shutting down" in last
     assert server.process.wait(60) == 0
+    told = [line.partition(": ")[2] for line in server.err.read_text().splitlines() if "longlane.api.server" in line]
+    assert told[0] == "told to stop: no new request is taken, the open ones (1) have 8 s to end"
+    assert told[1:] == ["stopped: the engine has ended"]
     printed = server.out.read_text()
     assert re.search(r"loading weights.*Memory plan.*KV: .*tokens.*is served at.*curl ", printed, re.DOTALL)
     assert f"curl -N {server.url}/v1/chat/completions" in printed
