@@ -1,6 +1,7 @@
 """The engine on the card: graphs equal the eager run token for token, overlapped or not, prefills beside decoding or in
 turn with it, and take what was planned."""
 
+import logging
 import random
 from dataclasses import replace
 from functools import cache
@@ -13,8 +14,9 @@ from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import weight_bytes
 from longlane.config import EngineConfig
 from longlane.engine import startup
+from longlane.engine.graphs import Graphs
 from longlane.engine.loop import Engine
-from longlane.engine.partition import split
+from longlane.engine.partition import give_back, split
 from longlane.engine.planning import sections
 from longlane.types import Request, SamplingParams
 from support.toy_engine import Clock, Log
@@ -136,6 +138,28 @@ def test_a_part_of_the_card_computes_what_the_whole_does(sms):
             got = x @ y
         part.stream.synchronize()
         assert torch.equal(got, expected)
+
+
+def test_parts_that_are_given_back_cost_nothing_and_can_be_had_again(caplog):
+    """Many times, with a graph on each, as when the card is parted at start. No product: its library keeps what it
+    works in for every stream."""
+    caplog.set_level(logging.INFO)
+    device, free = torch.device("cuda", torch.cuda.current_device()), []
+    x = torch.randn(512, 512, device=device, dtype=torch.bfloat16)
+    product, square, got = x @ x, x * x, torch.empty_like(x)
+    for sms in (8, 16, 40, 64) * 8:
+        tried = split(device, sms)
+        for part in tried:
+            got.fill_(torch.nan)
+            assert Graphs(device, part.stream).seconds(lambda: torch.mul(x, x, out=got)) > 0
+            torch.cuda.synchronize()
+            assert torch.equal(got, square)
+        give_back(tried)
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert torch.equal(x @ x, product)
+    assert free[3] - free[-1] < 32 << 20, "memory of a few parts at most"
+    assert not [line for line in caplog.messages if "keeps its memory" in line]
 
 
 def test_what_is_refused_early_counts_no_more_weights_than_are_placed():

@@ -7,7 +7,7 @@ multiprocessors. What a kernel computes does not depend on which they are.
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,10 +37,11 @@ class _RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """sms: how many multiprocessors what is captured or launched on `stream` runs on."""
+    """sms: how many multiprocessors what is captured or launched on `stream` runs on. context: the driver's own."""
 
     stream: torch.cuda.Stream
     sms: int
+    context: Any = None
 
 
 def can_be_parted(device: torch.device) -> bool:
@@ -56,25 +57,26 @@ def can_be_parted(device: torch.device) -> bool:
 def part(device: torch.device, floor: float, seconds: Callable[[Part | None], float]) -> tuple[Part, Part] | None:
     """The fewest multiprocessors on which rounds keep `floor` of their speed beside a chunk, and the others; None where
     the others would then do less than by taking turns, or where the driver refuses. seconds: what a round takes on a
-    part, or on the whole card.
+    part, or on the whole card; it leaves nothing that was captured there.
     """
     total, whole = device_properties(_index(device)).sms, seconds(None)
     sizes = range(STEP, int(total * (1 - (1 - floor) / BESIDE)) + 1, STEP)
-    parts: dict[int, tuple[Part, Part]] = {}
 
     def enough(sms: int) -> bool:
-        parts[sms] = split(device, sms)
-        return whole / seconds(parts[sms][0]) * BESIDE >= floor
+        tried = split(device, sms)
+        took = seconds(tried[0])
+        give_back(tried)
+        return whole / took * BESIDE >= floor
 
     try:
         fewest = bisect_left(sizes, True, key=enough)
+        if fewest < len(sizes):
+            return split(device, sizes[fewest])
     except _RefusedError as reason:
         log.info(IN_TURN, reason)
         return None
-    if fewest == len(sizes):
-        log.info(IN_TURN, f"no part of the card keeps {floor:.0%} of a round's speed and leaves a prefill its share")
-        return None
-    return parts[sizes[fewest]]
+    log.info(IN_TURN, f"no part of the card keeps {floor:.0%} of a round's speed and leaves a prefill its share")
+    return None
 
 
 def split(device: torch.device, sms: int) -> tuple[Part, Part]:
@@ -84,6 +86,20 @@ def split(device: torch.device, sms: int) -> tuple[Part, Part]:
         whole = _call(driver.cuDeviceGetDevResource(handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
         groups, _, rest = _call(driver.cuDevSmResourceSplitByCount(1, whole, 0, sms))
         return _part(driver, device, handle, groups[0]), _part(driver, device, handle, rest)
+
+
+def give_back(parts: Sequence[Part]) -> None:
+    """The multiprocessors of `parts` are free again. Nothing may run on their streams, and what was captured there must
+    be gone."""
+    try:
+        with _bindings() as driver:
+            for part in parts:
+                stream = driver.CUstream(part.stream.cuda_stream)
+                _call(driver.cuStreamSynchronize(stream))
+                _call(driver.cuStreamDestroy(stream))
+                _call(driver.cuGreenCtxDestroy(part.context))
+    except _RefusedError as reason:
+        log.info("a part of the card that was tried keeps its memory: %s", reason)
 
 
 def _require(device: torch.device) -> None:
@@ -117,14 +133,14 @@ def _part(driver: Any, device: torch.device, handle: Any, resource: Any) -> Part
     context = _call(driver.cuGreenCtxCreate(description, handle, flags))
     stream = _call(driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
     external = torch.cuda.ExternalStream(int(stream), device=device)  # type: ignore[no-untyped-call]
-    return Part(external, int(resource.sm.smCount))
+    return Part(external, int(resource.sm.smCount), context)
 
 
 def _call(answer: tuple[Any, ...]) -> Any:
     """The results of a driver call, which begin with its error."""
     error, *results = answer
     if error:
-        raise _RefusedError(f"the CUDA driver cannot part the card: {error.name}")
+        raise _RefusedError(f"the CUDA driver refuses: {error.name}")
     return results[0] if len(results) == 1 else results
 
 

@@ -25,7 +25,7 @@ RESERVE_BYTES = 1 * GIB
 # One captured CUDA graph, and what all of them work in beside their logits: measured with the 27B, rounded up.
 GRAPH_BYTES = 2 * MIB
 GRAPH_POOL_BYTES = 96 * MIB
-# Contexts of the parts of a card that were tried, until one was chosen.
+# Contexts of the parts of a card, and what libraries keep for the streams of those that were tried.
 PARTED_BYTES = 64 * MIB
 # Encoder activations for 1,024 merged image tokens.
 VISION_BYTES_PER_KTOKEN = 62 * MIB

@@ -36,14 +36,18 @@ def turns(caplog) -> list[str]:
 
 @pytest.fixture
 def tried(monkeypatch) -> list[int]:
-    """Parts of a card of 132 multiprocessors that were made."""
+    """Parts of a card of 132 multiprocessors that were made and not given back."""
     made: list[int] = []
 
     def split(device: torch.device, sms: int) -> tuple[Part, Part]:
         made.append(sms)
         return Part(None, sms), Part(None, 132 - sms)
 
+    def give_back(parts: tuple[Part, Part]) -> None:
+        made.remove(parts[0].sms)
+
     monkeypatch.setattr(partition, "split", split)
+    monkeypatch.setattr(partition, "give_back", give_back)
     monkeypatch.setattr(partition, "device_properties", lambda index: DeviceProperties(132, 227 << 10, (9, 0)))
     return made
 
@@ -74,16 +78,26 @@ def bound_by_memory(part: Part | None) -> float:
 def test_decoding_gets_the_fewest_that_keep_its_floor_if_a_prefill_gets_more_than_its_turns(
     tried: list[int], caplog, floor: float, seconds: Callable[[Part | None], float], chosen: int | None
 ):
-    found = part(CARD, floor, seconds)
-    assert len(tried) <= 5
+    timed: list[int] = []
+
+    def alone(part: Part | None) -> float:
+        """Of a part that is the only one there."""
+        assert tried == ([part.sms] if part else [])
+        timed.extend(tried)
+        return seconds(part)
+
+    found = part(CARD, floor, alone)
+    assert len(timed) <= 5
     if chosen is None:
         assert found is None
+        assert tried == []
         assert [f"keeps {floor:.0%} of a round's speed" in line for line in turns(caplog)] == [True]
         return
     assert turns(caplog) == []
     assert found is not None
     decode, prefill = found
     assert (decode.sms, prefill.sms) == (chosen, 132 - chosen)
+    assert tried == [chosen]
     assert seconds(None) / seconds(decode) * BESIDE >= floor
     assert prefill.sms / 132 * BESIDE >= 1 - floor
 
@@ -102,7 +116,7 @@ def bind(monkeypatch, **names: object) -> None:
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        ({"cuDriverGetVersion": lambda: (Refusal.NOT_SUPPORTED,)}, "cannot part the card: NOT_SUPPORTED"),
+        ({"cuDriverGetVersion": lambda: (Refusal.NOT_SUPPORTED,)}, "the CUDA driver refuses: NOT_SUPPORTED"),
         ({"cuDriverGetVersion": not_found}, 'Function "cuDriverGetVersion" not found'),
         ({"cuDriverGetVersion": lambda: (0, 12040)}, "version 12050, and this one has 12040"),
         ({}, "no attribute 'cuDriverGetVersion'"),
@@ -138,7 +152,7 @@ def test_an_old_card_or_the_host_has_no_parts(tried, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        ({"cuDeviceGet": lambda index: (Refusal.NOT_SUPPORTED,)}, "cannot part the card: NOT_SUPPORTED"),
+        ({"cuDeviceGet": lambda index: (Refusal.NOT_SUPPORTED,)}, "the CUDA driver refuses: NOT_SUPPORTED"),
         ({"cuDeviceGet": lambda index: (0, index)}, "no attribute 'cuDeviceGetDevResource'"),
     ],
 )
@@ -147,6 +161,26 @@ def test_where_the_driver_refuses_to_part_a_card_prefills_take_turns(monkeypatch
     monkeypatch.setattr(partition, "device_properties", lambda index: DeviceProperties(132, 227 << 10, (9, 0)))
     assert part(CARD, 0.5, bound_by_memory) is None
     assert [reason in line for line in turns(caplog)] == [True]
+
+
+@pytest.mark.parametrize("refused", [None, "cuGreenCtxDestroy"])
+def test_a_part_is_given_back_when_its_stream_is_idle_and_gone(monkeypatch, caplog, refused):
+    calls: list[tuple[str, object]] = []
+
+    def call(name: str) -> Callable[[object], tuple[Refusal | int]]:
+        def answer(handle: object) -> tuple[Refusal | int]:
+            calls.append((name, handle))
+            return (Refusal.NOT_SUPPORTED if name == refused else 0,)
+
+        return answer
+
+    names = ("cuStreamSynchronize", "cuStreamDestroy", "cuGreenCtxDestroy")
+    bind(monkeypatch, CUstream=lambda handle: handle, **{name: call(name) for name in names})
+    parts = [Part(SimpleNamespace(cuda_stream=stream), 8, context) for stream, context in ((1, "few"), (2, "rest"))]
+    partition.give_back(parts)
+    first, rest = list(zip(names, (1, 1, "few"), strict=True)), list(zip(names, (2, 2, "rest"), strict=True))
+    assert calls == (first if refused else first + rest)
+    assert ["keeps its memory: the CUDA driver refuses" in line for line in caplog.messages] == [True] * bool(refused)
 
 
 def test_a_round_that_fails_on_a_part_is_not_taken_for_a_refusal(tried):
