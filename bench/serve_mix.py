@@ -27,6 +27,7 @@ from longlane.artifact.geometry import GEOMETRIES
 from longlane.config import EngineConfig
 from longlane.engine import startup
 from longlane.engine.loop import Engine
+from longlane.engine.process import STALLED_S
 from longlane.models.registry import LoadedModel
 from longlane.types import Admitted, Failed, Finished, Request, SamplingParams, Tokens
 
@@ -67,6 +68,8 @@ class Driver:
             for message in self.engine.step():
                 self._take(message)
             while self.engine.busy:
+                if self.engine.launching:
+                    time.sleep(STALLED_S)
                 self.engine.tend()
 
     def finish(self, *names: str) -> None:

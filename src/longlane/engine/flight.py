@@ -77,10 +77,18 @@ class Flights:
     @property
     def busy(self) -> bool:
         """Whether who waits for the next result has time: the main stream's, or that beside it. A thread that launches
-        a chunk gets the interpreter only while everybody else waits for the device."""
-        if not self or self._runner.launching:
+        a chunk gets the interpreter only while everybody else waits: for the main stream, or in a pause of their own
+        where that has nothing."""
+        if not self:
             return False
+        if self._runner.launching:
+            return not self.main
         return not (self._runner.round_done if self.round else self._runner.chunk_done(beside=not self.chunk))
+
+    @property
+    def launching(self) -> bool:
+        """Whether a thread is launching a chunk."""
+        return self._runner.launching
 
     @property
     def beside_done(self) -> bool:

@@ -77,8 +77,13 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step is on the device, so that the host has time."""
+        """Whether a step is on the device, or on its way there, so that the host has time."""
         return self._flights.busy
+
+    @property
+    def launching(self) -> bool:
+        """Whether a thread brings it there, for which who has time should pause."""
+        return self._flights.launching
 
     @property
     def stalled(self) -> bool:

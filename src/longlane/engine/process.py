@@ -38,7 +38,8 @@ from longlane.types import (
 )
 
 HEARTBEAT_S = 1.0
-# Between two looks at what is on its way to the device. Looking all the time would slow down who brings it.
+# Between two looks at what is on its way to the device. Looking all the time would slow down who brings it; waiting for
+# it would leave messages unheard.
 STALLED_S = 0.002
 FLUSH_MS = 2000
 FAULT = 1
@@ -100,7 +101,7 @@ class Service:
             wait_s = HEARTBEAT_S if self._engine.idle else STALLED_S if self._engine.stalled else 0.0
             self._take_all(wait_s)
             while self._engine.busy:
-                self._take_all(0.0)
+                self._take_all(STALLED_S if self._engine.launching else 0.0)
                 self._engine.tend()
             messages, self._answers = [*self._answers, *self._engine.step()], []
             if messages or self._clock() - last_sent >= HEARTBEAT_S:

@@ -24,7 +24,8 @@ class Runner:
     where the runner is `concurrent` another chunk `beside` it: that comes after what the main stream was given before,
     and nobody else uses what it writes to until `wait`. limits: sizes of the fixed buffers, by default as much as the
     caches could need.
-    last_step: what was asked of the device last, for a fault report; `on_step` hears of it before it is launched.
+    last_step: what was asked of the device last, and the chunk that ran beside it, for a fault report; `on_step` hears
+    of it before it is launched, and again of a chunk that failed beside later rounds.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Runner:
         self.asynchronous = device.type == "cuda"
         self.chunks = Chunks(model, caches, device, drafter, self.steps.table_pages)
         self.last_step: dict[str, Any] = {"number": 0}
+        self._beside: dict[str, Any] = {}
         self.on_step: Callable[[dict[str, Any]], None] = lambda step: None
 
     @property
@@ -77,6 +79,8 @@ class Runner:
     def prefill(self, row: Row, *, decides: bool, beside: bool = False) -> None:
         """Start a chunk of a prompt, whose last token may decide the next. `beside`: while rounds run."""
         self._note("prefill", [row], beside)
+        if beside:
+            self._beside = self.last_step
         self.chunks.launch(row, decides=decides, beside=beside)
 
     def chunk_done(self, *, beside: bool) -> bool:
@@ -90,7 +94,14 @@ class Runner:
 
     def wait(self, *, beside: bool = False) -> Tensor | None:
         """Until the chunk is computed. Logits [1, V] of its last token where that one decides."""
-        return self.chunks.wait(beside=beside)
+        try:
+            return self.chunks.wait(beside=beside)
+        except Exception:
+            # Rounds were launched since, and it was none of theirs.
+            if beside:
+                self.last_step = self._beside
+                self.on_step(self.last_step)
+            raise
 
     def decode(self, rows: Sequence[Row], *, beside: bool = False) -> None:
         """Start a round: every row's tokens and drafts. `beside`: while a chunk runs."""
@@ -120,4 +131,7 @@ class Runner:
             "beside": beside,
             "graphed": kind != "prefill" and self.steps.graphed,
         }
+        if beside and kind != "prefill":
+            # A fault of the device shows at the next call, whoever made it.
+            self.last_step["chunk"] = {name: self._beside[name] for name in ("number", "columns", "contexts")}
         self.on_step(self.last_step)

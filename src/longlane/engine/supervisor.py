@@ -256,6 +256,7 @@ def _circumstances(config: EngineConfig, step: dict[str, Any] | None) -> str:
     """What else was on in the run that died, and how wide its last step was."""
     spec = "drafting off" if config.spec == "off" else f"drafting {config.spec}"
     width = f"last step {step.get('kind')} of {step.get('rows')} rows" if step else "no step yet"
+    width += " beside a chunk" if step and step.get("chunk") else ""
     return f"{config.max_concurrency} lanes, {spec}, {width}"
 
 

@@ -35,7 +35,7 @@ class Looping:
     """Engine and link of a service in one; the first message ends it."""
 
     def __init__(self, *, idle: bool, stalled: bool) -> None:
-        self.idle, self.stalled, self.busy = idle, stalled, False
+        self.idle, self.stalled, self.busy, self.launching = idle, stalled, False, False
         self.waits: list[float] = []
         self.closed = 0
 
@@ -66,6 +66,30 @@ def test_nothing_to_compute_is_waited_for_and_not_asked_for(idle, stalled, wait_
     process.Service(both, both).run()
     assert both.waits == [wait_s]
     assert both.closed == 1, "an orderly stop flushes the disk tier"
+
+
+class Launching(Looping):
+    """Whose chunk a thread launches while nothing else runs, until a message comes; then it is on the device."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__(idle=False, stalled=False)
+        self.busy = self.launching = True
+        self._looks = looks
+
+    def receive(self, wait_s):
+        self.waits.append(wait_s)
+        if len(self.waits) == 3:
+            self.launching = False
+        self.busy = len(self.waits) < self._looks
+        return [] if self.busy else [Shutdown()]
+
+    def tend(self): ...
+
+
+def test_messages_are_heard_while_a_thread_launches_a_chunk_and_it_gets_the_interpreter():
+    both = Launching(6)
+    process.Service(both, both).run()
+    assert both.waits == [0.0, process.STALLED_S, process.STALLED_S, 0.0, 0.0, 0.0]
 
 
 def test_malformed_frames_are_dropped_and_the_next_is_read(tmp_path, caplog):

@@ -539,7 +539,12 @@ def test_the_end_waits_for_a_chunk_that_runs_beside():
 
 
 class BrokenLane(PatientLane):
-    """Its device fails."""
+    """Its launch fails."""
+
+    @property
+    def done(self) -> bool:
+        self._left -= 1
+        return self._left < 0
 
     def wait(self) -> Tensor | None:
         raise RuntimeError("an illegal memory access")
@@ -551,8 +556,38 @@ def test_a_chunk_that_fails_beside_fails_the_step():
     for _ in range(3):
         engine.step()
     engine.submit(request("b", 200, 3))
+    heard = []
+    engine.on_step(heard.append)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         run(engine, Log())
+    chunk, *rounds, last = heard
+    assert (chunk["kind"], chunk["columns"], chunk["contexts"], chunk["beside"]) == ("prefill", [64], [0], True)
+    assert rounds
+    known = {"number": chunk["number"], "columns": [64], "contexts": [0]}
+    assert all((round["kind"], round["chunk"]) == ("decode", known) for round in rounds)
+    assert last == chunk, "the report is to name the chunk, whatever was launched since"
+
+
+class LaunchedLane(PatientLane):
+    """A thread launches what it is given until told otherwise."""
+
+    launching = True
+
+
+def test_who_has_time_while_a_chunk_alone_is_launched_is_told_so():
+    """So that it hears a cancellation; with a round on the main stream it is to wait for that."""
+    lane = LaunchedLane(2)
+    engine, log = build(settings(max_concurrency=2, prefill_chunk=64), pages=32, overlap=True, beside=lane), Log()
+    engine.submit(request("a", max_tokens=40))
+    for _ in range(3):
+        log.take(engine.step())
+    engine.submit(request("b", 200, 3))
+    log.take(engine.step())
+    assert (engine._flights.main, engine.launching, engine.busy) == (True, True, False)
+    engine._flights.read_round()
+    assert (engine._flights.main, engine.launching, engine.busy) == (False, True, True)
+    lane.launching = False
+    assert [engine.busy for _ in range(3)] == [True, True, False], "until the device has done it"
 
 
 def test_cancelled_while_its_chunk_runs_it_keeps_its_pages_until_that_has_ended():
