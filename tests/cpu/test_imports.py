@@ -29,7 +29,7 @@ ALLOWED = {
 }
 # Rooms that only reach a named, torch-free part of another.
 NARROW = {
-    ("simulate", "engine"): {"scheduler", "admission"},
+    ("simulate", "engine"): {"scheduler", "admission", "flags"},
     ("simulate", "spec"): {"policy"},
     ("text", "artifact"): {"container", "resources"},
     ("api", "artifact"): {"container", "resources", "locate"},

@@ -1,4 +1,4 @@
-"""Flags that mean something beside others alone. No torch: the server asks before it starts an engine."""
+"""What flags mean beside each other. No torch: the server asks before it starts an engine."""
 
 from longlane.config import EngineConfig
 from longlane.errors import ConfigError
@@ -22,3 +22,10 @@ def check_flags(config: EngineConfig) -> None:
     for flag, asked, served, need in needs:
         if asked and not served:
             raise ConfigError(f"{flag} has no effect without {need}; add that, or leave {flag} out")
+
+
+def concurrent(config: EngineConfig) -> bool:
+    """Whether chunks are to run beside rounds, on a card that can be parted. One lane has no other to run beside, and
+    without a floor there is no share of the card that rounds must keep."""
+    asked = config.concurrent_prefill and config.cuda_graph and config.overlap
+    return asked and config.max_concurrency > 1 and config.decode_floor > 0

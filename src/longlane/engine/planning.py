@@ -13,7 +13,7 @@ from longlane.artifact.inventory import SECTIONS, Section
 from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import weight_bytes
 from longlane.config import EngineConfig
-from longlane.engine.flags import check_flags
+from longlane.engine.flags import check_flags, concurrent
 from longlane.errors import ConfigError
 from longlane.memory.plan import (
     DRIVER_BYTES,
@@ -119,13 +119,6 @@ def free_bytes(config: EngineConfig, device: torch.device, taken: int = 0) -> in
 def can_be_captured(text: Mapping[str, Any]) -> bool:
     """Whether a step of the model is the same launches whatever its tokens are: not where experts are chosen."""
     return "num_experts" not in text
-
-
-def concurrent(config: EngineConfig) -> bool:
-    """Whether chunks are to run beside rounds, on a card that can be parted. One lane has no other to run beside, and
-    without a floor there is no share of the card that rounds must keep."""
-    asked = config.concurrent_prefill and config.cuda_graph and config.overlap
-    return asked and config.max_concurrency > 1 and config.decode_floor > 0
 
 
 def spare_slots(config: EngineConfig) -> int:

@@ -11,6 +11,7 @@ from typing import Literal
 from longlane.config import EngineConfig
 from longlane.engine import scheduler
 from longlane.engine.admission import is_overloaded
+from longlane.engine.flags import concurrent
 from longlane.engine.scheduler import Chunk, Entry, Snapshot, StepPlan, make_room, token_cost
 from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
@@ -123,12 +124,10 @@ PLANNERS: dict[PolicyName, Callable[[Snapshot, scheduler.Policy], StepPlan]] = {
 
 
 class Machine:
-    """One engine. Of `config` it reads lanes, pending requests and timeout, chunk, floor, drafts and kv_capacity.
-    concurrent: prefill and decode run at the same time, as fast as `cost` says."""
+    """One engine. Of `config` it reads the flags of `longlane simulate`. Where they have chunks run beside rounds, both
+    are as fast as `cost` says; first come, first served has them take turns."""
 
-    def __init__(
-        self, cost: CostModel, config: EngineConfig, policy: PolicyName = "longlane", *, concurrent: bool = False
-    ) -> None:
+    def __init__(self, cost: CostModel, config: EngineConfig, policy: PolicyName = "longlane") -> None:
         assert config.kv_capacity is not None
         self._cost = cost
         self._config = config
@@ -137,7 +136,7 @@ class Machine:
             prefill_chunk=config.prefill_chunk or CHUNKS[-1],
             decode_floor=config.decode_floor,
             lanes=config.max_concurrency,
-            concurrent=concurrent,
+            concurrent=policy == "longlane" and concurrent(config),
         )
         pages, slots = PagePool(config.kv_capacity // PAGE), SlotPool(2 * config.max_concurrency)
         page_bytes, slot_bytes = PAGE * cost.kv_bytes, int(STATE_BYTES / 2)

@@ -32,32 +32,30 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A card, an engine's flags and a policy. concurrent: as in `Machine`."""
+    """A card, an engine's flags and a policy."""
 
     cost: CostModel
     config: EngineConfig
     policy: PolicyName = "longlane"
-    concurrent: bool = False
 
     def run(self, asks: Sequence[Ask], lanes: int, policy: PolicyName | None = None) -> Run:
-        config = replace(self.config, max_concurrency=lanes)
-        policy = policy or self.policy
-        return Machine(self.cost, config, policy, concurrent=self.concurrent and policy == "longlane").run(asks)
+        """With lanes of a scenario's own, where nobody is turned away."""
+        config = replace(self.config, max_concurrency=lanes, max_pending_requests=10**6, pending_timeout_ms=10**9)
+        return Machine(self.cost, config, policy or self.policy).run(asks)
 
     def report(self, scenario: str, run: Run, **summary: Cell) -> Report:
         return Report(scenario, self.policy, summary, [describe(job) for job in run.jobs.values()], run)
 
 
-def default_config(preset: str) -> EngineConfig:
-    """Flags of `longlane serve` for a simulation: three MTP drafts, the card's pool, and nobody turned away."""
-    return EngineConfig(
-        model=preset,
-        kv_capacity=card(preset).kv_tokens,
-        spec="mtp",
-        draft_tokens=3,
-        max_pending_requests=10**6,
-        pending_timeout_ms=10**9,
-    )
+def published_config(preset: str) -> EngineConfig:
+    """The flags of the engines whose figures a preset follows: three MTP drafts, prefills in turn with decoding."""
+    config = EngineConfig(model=preset, spec="mtp", draft_tokens=3, concurrent_prefill=False)
+    return with_pool(config, preset)
+
+
+def with_pool(config: EngineConfig, preset: str) -> EngineConfig:
+    """`config` with the card's pool where its own is auto."""
+    return config if config.kv_capacity else replace(config, kv_capacity=card(preset).kv_tokens)
 
 
 def describe(job: Job) -> dict[str, Cell]:
@@ -181,7 +179,8 @@ def drafting(setting: Setting) -> Report:
     rows: list[dict[str, Cell]] = []
     for text, acceptance in TEXTS.items():
         ask = Ask(id=text, prompt=range(100), answer=range(4000), acceptance=acceptance)
-        depths = [replace(setting, config=replace(setting.config, draft_tokens=depth)) for depth in (*range(6), None)]
+        drafts = [replace(setting.config, spec="mtp", draft_tokens=depth) for depth in (*range(6), None)]
+        depths = [replace(setting, config=config) for config in drafts]
         *fixed, auto = (throughput(run := one.run([ask], 1)) for one in depths)
         best = max(fixed)
         speeds: dict[str, Cell] = {f"draft_{depth}": speed for depth, speed in enumerate(fixed)}
@@ -206,9 +205,9 @@ def many_shorts(setting: Setting) -> Report:
     )
 
 
-def replay(setting: Setting, asks: Sequence[Ask], lanes: int) -> Report:
-    """The requests of a trace."""
-    run = setting.run(asks, lanes)
+def replay(setting: Setting, asks: Sequence[Ask]) -> Report:
+    """The requests of a trace, as an engine with these flags serves them or turns them away."""
+    run = Machine(setting.cost, setting.config, setting.policy).run(asks)
     return setting.report("trace", run, seconds=run.seconds, tokens_s=throughput(run))
 
 

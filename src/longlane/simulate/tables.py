@@ -7,7 +7,7 @@ from pathlib import Path
 from longlane.errors import ConfigError
 from longlane.simulate.machine import PLANNERS, Run
 from longlane.simulate.presets import CARDS, card, fit_table, preset
-from longlane.simulate.scenarios import SCENARIOS, Cell, Report, Setting, default_config
+from longlane.simulate.scenarios import SCENARIOS, Cell, Report, Setting, published_config
 
 
 def show(value: Cell) -> str:
@@ -59,7 +59,7 @@ def outcomes(name: str) -> str:
     """Every scenario on one card under both policies, in Markdown."""
     rows: list[dict[str, Cell]] = []
     for scenario, ask in SCENARIOS.items():
-        reports = [ask(Setting(preset(name), default_config(name), policy)) for policy in PLANNERS]
+        reports = [ask(Setting(preset(name), published_config(name), policy)) for policy in PLANNERS]
         for figure in reports[0].summary:
             values: dict[str, Cell] = {report.policy: report.summary[figure] for report in reports}
             rows.append({"scenario": scenario, "figure": figure, **values})

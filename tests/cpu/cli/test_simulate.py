@@ -2,13 +2,15 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from longlane.cli import app, load
-from longlane.errors import ConfigError
+from longlane.cli.simulate import SIMULATED
+from longlane.errors import ConfigError, LonglaneError
 from longlane.simulate import tables
 
 PAGE = (Path(__file__).parents[3] / "docs" / "simulate.md").read_text()
@@ -21,7 +23,7 @@ LINES = """{"arrival_s": 0.5, "prompt_tokens": 466, "completion_tokens": 20}
 def test_a_trace_is_replayed(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text(LINES)
-    result = CliRunner().invoke(app, ["simulate", "--trace", str(path), "--draft-tokens", "auto", "--json"])
+    result = CliRunner().invoke(app, ["simulate", "--trace", str(path), "--spec", "mtp", "--json"])
     assert result.exit_code == 0, result.output
     body = json.loads(result.output)
     assert [(row["request"], row["prompt"], row["outcome"]) for row in body["rows"]] == [
@@ -45,14 +47,42 @@ def test_a_scenario_is_a_table():
         (["--scenario", "lanes", "--trace", "x"], "one of the two"),
         (["--scenario", "none"], "short-behind-long"),
         (["--scenario", "lanes", "--preset", "5090"], "4080s"),
-        (["--scenario", "lanes", "--draft-tokens", "6"], "0 to 5"),
+        (["--scenario", "lanes", "--spec", "mtp", "--draft-tokens", "6"], "--spec mtp takes 1 to 5"),
+        (["--scenario", "lanes", "--draft-tokens", "3"], "--draft-tokens has no effect without --spec"),
+        (["--scenario", "lanes", "--spec", "lookup"], "--spec lookup"),
+        (["--scenario", "lanes", "--kv-capacity", "63"], "less than a page"),
+        (["--scenario", "lanes", "--max-concurrency", "4"], "--max-concurrency is of a --trace"),
+        (["--scenario", "lanes", "--pending-timeout-ms", "30000"], "--pending-timeout-ms is of a --trace"),
         (["--trace", "/nowhere"], "/nowhere"),
     ],
 )
 def test_what_cannot_be_is_refused(args, message):
     result = CliRunner().invoke(app, ["simulate", *args])
-    assert isinstance(result.exception, ConfigError)
+    assert isinstance(result.exception, LonglaneError)
     assert message in result.exception.message
+
+
+def test_flags_and_defaults_are_those_of_serve():
+    """All but what says which simulation it is."""
+    serve, simulate = ({param.name: param for param in load(name).params} for name in ("serve", "simulate"))
+    own = {"preset_name", "scenario", "trace", "policy", "as_json", "plot"}
+    assert SIMULATED | own == {*simulate}
+    for name in SIMULATED:
+        assert (simulate[name].default, simulate[name].opts) == (serve[name].default, serve[name].opts)
+
+
+def test_a_trace_is_turned_away_where_serve_would(tmp_path):
+    line = '{"arrival_s": 0, "prompt_tokens": 3000, "completion_tokens": 30}\n'
+    (tmp_path / "trace.jsonl").write_text(line * 20)
+
+    def outcomes(*flags: str) -> Counter[str]:
+        result = CliRunner().invoke(app, ["simulate", "--trace", str(tmp_path / "trace.jsonl"), "--json", *flags])
+        return Counter(row["outcome"] for row in json.loads(result.output)["rows"])
+
+    turned_away = outcomes()
+    assert turned_away["rejected"] == 20 - 1 - 16, "one runs, and so many wait"
+    assert turned_away["timed out"] > 0
+    assert outcomes("--max-pending-requests", "99", "--pending-timeout-ms", "999999") == {"finished": 20}
 
 
 def test_a_policy_that_is_not_known_is_told_those_that_are():

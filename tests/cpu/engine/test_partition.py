@@ -12,8 +12,9 @@ import torch
 
 from longlane.config import EngineConfig
 from longlane.engine import partition
+from longlane.engine.flags import concurrent
 from longlane.engine.partition import BESIDE, Part, can_be_parted, part
-from longlane.engine.planning import concurrent, plan_memory
+from longlane.engine.planning import plan_memory
 from longlane.kernels.launch import DeviceProperties
 from longlane.types import CacheSpec, ModelInfo
 

@@ -6,7 +6,7 @@ import pytest
 
 from longlane.errors import ConfigError
 from longlane.simulate.presets import CARDS, CORPUS, fit_table, preset
-from longlane.simulate.scenarios import SCENARIOS, Setting, default_config
+from longlane.simulate.scenarios import SCENARIOS, Setting, published_config
 from longlane.simulate.tables import fits, markdown, outcomes
 from longlane.simulate.workload import TEXTS
 
@@ -36,7 +36,7 @@ def test_the_page_shows_the_fit():
 @pytest.mark.nightly
 def test_the_page_shows_the_outcomes():
     assert outcomes("4080s") in PAGE, "put the text of longlane.simulate.tables.outcomes() into docs/simulate.md"
-    rows = SCENARIOS["drafting"](Setting(preset("4080s"), default_config("4080s"))).rows
+    rows = SCENARIOS["drafting"](Setting(preset("4080s"), published_config("4080s"))).rows
     assert markdown(rows) in PAGE, "put the rows of its scenario `drafting` there"
 
 

@@ -9,7 +9,7 @@ import torch
 from longlane.simulate.machine import Machine
 from longlane.simulate.measures import total_s, ttft_s
 from longlane.simulate.presets import preset
-from longlane.simulate.scenarios import default_config
+from longlane.simulate.scenarios import published_config
 from longlane.simulate.workload import TEXTS, Ask
 from longlane.types import Request
 from support.hash_model import VOCAB
@@ -42,7 +42,7 @@ class TimedLane:
 def timed_engine(lanes: int, pages: int, clock: Clock, concurrent: bool):
     """The real engine over the hash model, on a clock that only its steps move."""
     config, lane = settings(max_concurrency=lanes, kv_capacity=pages * 64), TimedLane(clock)
-    beside = lane if concurrent else None
+    beside = lane if concurrent and lanes > 1 else None
     engine = build(config, pages=pages, clock=clock, spare_slots=lanes, overlap=concurrent, beside=beside)
 
     def take_time(step):
@@ -95,8 +95,8 @@ def test_every_request_has_the_times_it_has_in_the_engine(lanes, pages, crowded,
         Ask(id=wanted.id, prompt=wanted.token_ids, answer=log.tokens[wanted.id], arrival_s=at, priority=wanted.priority)
         for at, wanted in sorted(arrivals, key=lambda pair: pair[0])
     ]
-    config = replace(default_config("4080s"), max_concurrency=lanes, kv_capacity=pages * 64, draft_tokens=0)
-    run = Machine(COST, config, concurrent=concurrent).run(asks)
+    config = settings(max_concurrency=lanes, kv_capacity=pages * 64, concurrent_prefill=concurrent)
+    run = Machine(COST, config).run(asks)
     assert (sum(job.pauses for job in run.jobs.values()) > 0) is crowded
     for wanted in asks:
         job, timings = run.jobs[wanted.id], log.finished[wanted.id].timings
@@ -113,27 +113,27 @@ def asks(count: int, **changes: object) -> list[Ask]:
 
 
 def test_one_too_many_is_rejected_and_one_too_long_in_the_queue_times_out():
-    config = replace(default_config("4080s"), max_concurrency=1, max_pending_requests=2, pending_timeout_ms=200)
+    config = replace(published_config("4080s"), max_concurrency=1, max_pending_requests=2, pending_timeout_ms=200)
     outcomes = [job.outcome for job in Machine(COST, config).run(asks(5)).jobs.values()]
     assert outcomes == ["finished", "timed out", "timed out", "rejected", "rejected"]
 
 
 def test_an_answer_is_cut_to_what_the_pool_holds():
     (ask,) = asks(1, answer=[7] * 1000)
-    job = Machine(COST, replace(default_config("4080s"), kv_capacity=512)).run([ask]).jobs["a0"]
+    job = Machine(COST, replace(published_config("4080s"), kv_capacity=512)).run([ask]).jobs["a0"]
     assert len(job.tokens) == 512
     assert job.outcome == "finished"
 
 
 def test_a_request_after_another_comes_when_that_one_has_ended():
     first = Ask(id="first", prompt=[1] * 100, answer=[2] * 10)
-    run = Machine(COST, default_config("4080s")).run([replace(first, id="next", after="first", arrival_s=3.0), first])
+    run = Machine(COST, published_config("4080s")).run([replace(first, id="next", after="first", arrival_s=3.0), first])
     assert run.jobs["next"].submitted == pytest.approx(total_s(run.jobs["first"]) + 3.0)
 
 
 def test_fixed_drafts_give_as_many_tokens_a_round_as_the_text_accepts():
     (ask,) = asks(1, answer=list(range(6000)), acceptance=TEXTS["code"])
-    run = Machine(COST, replace(default_config("4080s"), draft_tokens=3)).run([ask])
+    run = Machine(COST, replace(published_config("4080s"), draft_tokens=3)).run([ask])
     rounds = [step.decode["a0"] for step in run.steps if step.decode]
     assert sum(rounds) / len(rounds) == pytest.approx(1 + 3 * 0.763, rel=0.03)
     assert set(rounds) == {1, 2, 3, 4}

@@ -9,12 +9,12 @@ from longlane.engine.scheduler import MAX_SKIPS
 from longlane.simulate.machine import PolicyName
 from longlane.simulate.measures import wait_s
 from longlane.simulate.presets import CARDS, preset
-from longlane.simulate.scenarios import SCENARIOS, Report, Setting, default_config
+from longlane.simulate.scenarios import SCENARIOS, Report, Setting, published_config
 from longlane.simulate.workload import TEXTS, Ask, Ids
 
 
 def answer(scenario: str, card: str = "4080s", policy: PolicyName = "longlane") -> Report:
-    return SCENARIOS[scenario](Setting(preset(card), default_config(card), policy))
+    return SCENARIOS[scenario](Setting(preset(card), published_config(card), policy))
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -82,7 +82,7 @@ def test_agents_reuse_what_they_have_in_common_and_all_finish():
 
 @pytest.mark.parametrize("moment", [0.1, 0.5, 0.95])
 def test_no_chunk_of_a_long_prefill_lasts_longer_than_a_newcomer_may_wait(moment):
-    setting = Setting(preset("4080s"), default_config("4080s"))
+    setting = Setting(preset("4080s"), published_config("4080s"))
     long = Ask(id="long", prompt=range(92_700), answer=[0])
     short = Ask(id="short", prompt=range(10**6, 10**6 + 466), answer=[0], arrival_s=90 * moment)
     steps = setting.run([long, short], 2).steps
@@ -91,9 +91,11 @@ def test_no_chunk_of_a_long_prefill_lasts_longer_than_a_newcomer_may_wait(moment
 
 @pytest.mark.parametrize("card", ["4080s", "h200"])
 def test_beside_a_prefill_in_parts_of_the_card_both_get_more_than_by_taking_turns(card):
-    setting = Setting(preset(card), default_config(card))
+    setting = Setting(preset(card), published_config(card))
     turns, parts = (
-        SCENARIOS["decode-beside-prefill"](replace(setting, concurrent=concurrent)).summary
+        SCENARIOS["decode-beside-prefill"](
+            replace(setting, config=replace(setting.config, concurrent_prefill=concurrent))
+        ).summary
         for concurrent in (False, True)
     )
     assert parts["kept"] >= 0.5
@@ -103,7 +105,8 @@ def test_beside_a_prefill_in_parts_of_the_card_both_get_more_than_by_taking_turn
 @pytest.mark.parametrize("concurrent", [False, True])
 @pytest.mark.parametrize("late_s", [0.0, 0.11, 0.22, 0.33])
 def test_a_short_request_waits_for_one_chunk_or_one_round_and_not_for_what_decode_is_owed(concurrent, late_s):
-    ids, setting = Ids(), Setting(preset("h200"), default_config("h200"), concurrent=concurrent)
+    config = replace(published_config("h200"), concurrent_prefill=concurrent)
+    ids, setting = Ids(), Setting(preset("h200"), config)
     writer = Ask(id="writer", prompt=ids(466), answer=ids(6000))
     long = Ask(id="long", prompt=ids(92_700), answer=ids(1), arrival_s=5.0)
     short = Ask(id="short", prompt=ids(466), answer=ids(1), arrival_s=30.0 + late_s)
