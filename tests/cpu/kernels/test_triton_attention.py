@@ -13,7 +13,7 @@ from support.interpreter import interpreted
 def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a program of a short history has several units, as on a card it has of a long one."""
     torch.manual_seed(0)
-    monkeypatch.setattr(interpreted("attention").short, "splits", lambda *_: 2)
+    monkeypatch.setattr(interpreted("attention").short, "splits", lambda *_, **__: 2)
 
 
 @pytest.mark.parametrize("first_slot", [0, 1])
@@ -89,10 +89,11 @@ def test_a_launch_fills_any_card(sms: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     route = interpreted("attention")
     card = DeviceProperties(sms=sms, shared_bytes=99 << 10, capability=(8, 9))
-    for kv_heads in (1, 2, 4, 8):
-        splits = route.short.splits(card, kv_heads)
-        assert 16 <= splits <= 128
-        assert splits * kv_heads > min(128 * kv_heads, 3 * sms) - kv_heads
+    for plain, resident in ((True, 3), (False, 4)):
+        for kv_heads in (1, 2, 4, 8):
+            splits = route.short.splits(card, kv_heads, plain=plain)
+            assert 16 <= splits <= 128
+            assert splits * kv_heads > min(128 * kv_heads, resident * sms) - kv_heads
     for blocks in (1, 20, 200):
         assert 1 <= route.long.parts(card, blocks, 4096) <= 32
     assert route.long.parts(card, 1, 8) == 1

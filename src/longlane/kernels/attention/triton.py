@@ -14,6 +14,7 @@ from longlane.kernels.attention.rotation import Rotation
 from longlane.kernels.kv_codec import decode
 from longlane.kernels.kv_codec.codes import ROTATED_K, ROTATED_V
 from longlane.kernels.kv_codec.encode import hadamard
+from longlane.kernels.kv_codec.layout import RAW_BYTES
 from longlane.kernels.kv_codec.pages import KVPages
 from longlane.kernels.launch import properties
 from longlane.kernels.ragged import Ragged
@@ -25,8 +26,8 @@ LOG2_E = 1.4426950408889634
 @triton.jit(do_not_specialize=["origin"])
 def _join(
     partial, peaks, masses, starts, contexts, out, origin,
-    HEADS: tl.constexpr, D: tl.constexpr, PER: tl.constexpr, ROTATED: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, UNIT: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of 64 values of one token and head, in order, if the row has LEAST to MOST new tokens. A part
     begins at page UNIT x its number and has something for a token that is at or past it. The first token that has parts
@@ -40,33 +41,25 @@ def _join(
         gdc_wait()
     if (length < LEAST) | (length > MOST) | (column >= length):
         return
-    g = tl.program_id(1) // HEADS
-    d = tl.arange(0, 64)
-    # Dimensions of a group lie plane after plane.
-    place = d % PER * (D // PER) + g * (64 // PER) + d // PER
-    inside = g * 64 + d < D
+    d = tl.program_id(1) // HEADS * 64 + tl.arange(0, 64)
     where = ((start + column - origin).to(tl.int64) * HEADS + head) * PARTS
-    each = tl.arange(0, BLOCK)
-    used = (each < PARTS) & (each * UNIT * 64 <= position)
-    part_peak = tl.load(peaks + where + each, mask=used, other=float("-inf"))
-    part_mass = tl.load(masses + where + each, mask=used, other=0.0)
-    top = tl.max(part_peak)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    mass = tl.sum(part_mass * tl.exp2(part_peak - base))
-    acc = tl.zeros([64], tl.float32)
-    STEP: tl.constexpr = 32
-    for first in range(0, tl.sum(used.to(tl.int32)), STEP):
-        part = first + tl.arange(0, STEP)
-        real = (part < PARTS) & (part * UNIT * 64 <= position)
-        weight = tl.exp2(tl.load(peaks + where + part, mask=real, other=float("-inf")) - base)
-        values = partial + (where + part)[:, None] * D + place[None, :]
-        acc += tl.sum(tl.load(values, mask=real[:, None] & inside[None, :], other=0.0) * weight[:, None], axis=0)
+    part = tl.arange(0, BLOCK)
+    real = (part < PARTS) & (part * UNIT * 64 <= position)
+    # Everything at once: what is waited for is memory.
+    source = partial + (where + part)[:, None] * D + d[None, :]
+    values = tl.load(source, mask=real[:, None] & (d < D)[None, :], other=0.0)
+    peak = tl.load(peaks + where + part, mask=real, other=float("-inf"))
+    mass = tl.load(masses + where + part, mask=real, other=0.0)
+    top = tl.max(peak)
+    weight = tl.exp2(peak - tl.where(top == float("-inf"), 0.0, top))
+    acc = tl.sum(values * weight[:, None], axis=0)
+    mass = tl.sum(mass * weight)
     # Nothing seen: zeros.
     acc = acc / tl.where(mass > 0, mass, 1.0)
     if ROTATED:
         acc = tl.reshape(hadamard(tl.reshape(acc, [1, 64]), 1, 64), [64])
-    target = out + ((start + column).to(tl.int64) * HEADS + head) * D + g * 64 + d
-    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+    target = out + ((start + column).to(tl.int64) * HEADS + head) * D + d
+    tl.store(target, acc.to(out.dtype.element_ty), mask=d < D)
 
 
 def mix(
@@ -103,22 +96,21 @@ def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot:
             q, pages, rows, out, count, shortest=short.SHORT, scale=scale * LOG2_E, first_slot=first_slot
         )
         if parts:
-            _joined(out, parts, pages, rows, 0, PER=1, UNIT=0, LEAST=short.SHORT + 1, MOST=1 << 30)
+            _joined(out, parts, pages, rows, 0, UNIT=0, LEAST=short.SHORT + 1, MOST=1 << 30)
     return out
 
 
 def _short(q: Tensor, pages: KVPages, rows: Ragged, out: Tensor, *, scale: float, first_slot: int) -> Tensor:
     """The rows of up to SHORT tokens into out, from queries in planes."""
     heads, size = q.shape[1:]
-    count = short.splits(properties(q), pages.k.shape[1])
-    per = decode.PLANES[decode.kinds(pages.codec)[1]]
+    count = short.splits(properties(q), pages.k.shape[1], plain=pages.codec in RAW_BYTES)
     for first, last in short.runs(rows.lengths()):
         some = rows.between(first, last)
         tokens, origin = sum(some.lengths()), some.query_start[0]
         sums = torch.empty(tokens, heads, count, size, dtype=torch.float32, device=q.device)
         parts = (sums, *torch.empty(2, tokens, heads, count, dtype=torch.float32, device=q.device))
         short.attend(q, pages, some, parts, origin, scale=scale * LOG2_E, first_slot=first_slot)
-        _joined(out, parts, pages, some, origin, PER=per, UNIT=short.UNIT, LEAST=1, MOST=short.SHORT)
+        _joined(out, parts, pages, some, origin, UNIT=short.UNIT, LEAST=1, MOST=short.SHORT)
     return out
 
 
