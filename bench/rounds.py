@@ -70,7 +70,7 @@ def submit(engine: Engine, id: str, prompt: list[int], max_tokens: int, there: i
     greedy = SamplingParams(temperature=0.0)
     engine.submit(Request(id=id, token_ids=prompt, max_tokens=max_tokens, sampling=greedy))
     engine.tend()
-    lease = engine._running[id].lease
+    lease = engine._book.running[id].lease
     assert lease is not None
     lease.token_ids.extend(prompt[:there])
 

@@ -18,6 +18,8 @@ from longlane.engine.graphs import Graphs
 from longlane.engine.loop import Engine
 from longlane.engine.partition import give_back, split
 from longlane.engine.planning import sections
+from longlane.kernels.linear import linear, prepare
+from longlane.kernels.sampling import greedy
 from longlane.types import Request, SamplingParams
 from support.toy_engine import Clock, Log
 
@@ -67,7 +69,7 @@ def serve(engine: Engine, asks: list[tuple[int, Request, int]], steps: int) -> L
             if until == step:
                 engine.cancel(request.id)
         log.take(engine.step())
-    for request_id in [*engine._running, *engine._waiting]:
+    for request_id in [*engine._book.running, *engine._book.waiting]:
         engine.cancel(request_id)
     while not engine.idle:
         log.take(engine.step())
@@ -124,20 +126,28 @@ def test_prefills_beside_decoding_change_no_token():
 
 @pytest.mark.parametrize("sms", [8, 40])
 def test_a_part_of_the_card_computes_what_the_whole_does(sms):
-    """The same products and the same sums, whichever multiprocessors do them."""
+    """The same products, of the library and of our own, and the same sums, whichever multiprocessors do them."""
     device = torch.device("cuda", torch.cuda.current_device())
     few, rest = split(device, sms)
     total = torch.cuda.get_device_properties(device).multi_processor_count
     assert sms <= few.sms < total
     assert few.sms + rest.sms <= total
-    x, y = (torch.randn(1000, 1000, device=device, dtype=torch.bfloat16) for _ in range(2))
-    expected = x @ y
+    x, y = (torch.randn(1024, 1024, device=device, dtype=torch.bfloat16) for _ in range(2))
+    tiles = prepare(y, device=device, dtype=torch.bfloat16, packed=True)
+    work = {
+        "product": lambda: x @ y,
+        "product with tiles": lambda: linear(x, tiles),
+        "streamed tiles": lambda: linear(x[:4], tiles, independent=True),
+        "sums": lambda: x.float().sum(0),
+        "largest": lambda: greedy(x.float())[0],
+    }
+    expected = {name: compute() for name, compute in work.items()}
     for part in (few, rest):
         part.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(part.stream):
-            got = x @ y
+            got = {name: compute() for name, compute in work.items()}
         part.stream.synchronize()
-        assert torch.equal(got, expected)
+        assert [name for name in work if not torch.equal(got[name], expected[name])] == []
 
 
 def test_parts_that_are_given_back_cost_nothing_and_can_be_had_again(caplog):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
+from longlane.artifact.writer import MAX_FILE_BYTES
 from longlane.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
 DIRECTORY: dict[str, Any] = {"exists": True, "file_okay": False}
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
-MAX_FILE_BYTES = 32_000_000_000
 
 Weights = Literal["groupwise-int", "int8", "bf16"]
 Container = Literal["v2", "v3"]

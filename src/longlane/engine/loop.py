@@ -57,7 +57,6 @@ class Engine:
             concurrent=self._overlap and runner.concurrent,
         )
         self._book = Book(memory, clock)
-        self._waiting, self._running = self._book.waiting, self._book.running
         self._arrivals = 0
         self._flights = Flights(runner, speculator)
         # A plan whose decode rows have run and whose chunk has not.
@@ -73,7 +72,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether `step` has nothing to do and nothing to say."""
-        return not (self._waiting or self._running or self._book.outbox or self._flights)
+        return not (self._book.waiting or self._book.running or self._book.outbox or self._flights)
 
     @property
     def busy(self) -> bool:
@@ -88,22 +87,22 @@ class Engine:
     @property
     def stalled(self) -> bool:
         """Whether all that runs is still on its way to the device, so that a step has nothing to compute."""
-        leases = [job.lease for job in self._running.values() if job.lease]
+        leases = [job.lease for job in self._book.running.values() if job.lease]
         return not self._flights and bool(leases) and not any(lease.ready for lease in leases)
 
     def submit(self, request: Request) -> None:
         """Queue a request. What cannot be served is answered by `Failed`, with the bound that it breaks."""
-        if request.id in self._waiting or request.id in self._running:
+        if request.id in self._book.waiting or request.id in self._book.running:
             log.error("ignored a second request with the id %s of an open one", request.id)
             return
         try:
-            self._waiting[request.id] = self._accept(request)
+            self._book.waiting[request.id] = self._accept(request)
         except LonglaneError as error:
             self._book.outbox.append(failure(request.id, error))
 
     def cancel(self, id: str) -> None:
         """End a request and give back what it holds. An id that is not open is none of our business any more."""
-        job = self._waiting.get(id) or self._running.get(id)
+        job = self._book.waiting.get(id) or self._book.running.get(id)
         if job is None:
             return
         log.info("request %s is cancelled", id)
@@ -115,7 +114,7 @@ class Engine:
 
     def abort(self, error: LonglaneError) -> None:
         """End every open request with `error`."""
-        for job in [*self._running.values(), *self._waiting.values()]:
+        for job in [*self._book.running.values(), *self._book.waiting.values()]:
             self._book.fail(job, error)
 
     def close(self) -> None:
@@ -137,14 +136,14 @@ class Engine:
         while self._flights and not self._overlap:
             self._land()
             self._launch_rest()
-        if not (self._running or self._waiting or self._flights):
+        if not (self._book.running or self._book.waiting or self._flights):
             self._memory.settle()
         return self._book.take_messages()
 
     def tend(self) -> None:
         """What needs no step: copies from the host, expiry, admission. For the time while one runs."""
         for id in self._memory.poll():
-            self._book.put_back(self._running[id])
+            self._book.put_back(self._book.running[id])
         self._book.admit(self._policy.lanes)
         self._book.announce()
 
@@ -152,9 +151,9 @@ class Engine:
         """Occupancy now. With `check`, every page and slot is accounted for."""
         pages, slots = self._memory.pages, self._memory.slots
         return Stats(
-            running=len(self._running),
-            prefilling=sum(not job.decoding for job in self._running.values()),
-            waiting=len(self._waiting),
+            running=len(self._book.running),
+            prefilling=sum(not job.decoding for job in self._book.running.values()),
+            waiting=len(self._book.waiting),
             pages_total=pages.usable,
             pages_free=pages.free,
             pages_cached=self._memory.cached_pages,
@@ -170,7 +169,9 @@ class Engine:
 
     def _accept(self, request: Request) -> Job:
         config, now = self._config, self._clock()
-        check_queue(len(self._running), len(self._waiting), config.max_concurrency, config.max_pending_requests)
+        check_queue(
+            len(self._book.running), len(self._book.waiting), config.max_concurrency, config.max_pending_requests
+        )
         check_request(request, self._runner.vocab_size)
         allowed = self._memory.allowed_new(len(request.token_ids), request.max_tokens)
         request = msgspec.structs.replace(request, max_tokens=allowed)
@@ -188,7 +189,7 @@ class Engine:
         )
 
     def _snapshot(self) -> scheduler.Snapshot:
-        running = tuple(job.running() for job in self._running.values() if job.lease and job.lease.ready)
+        running = tuple(job.running() for job in self._book.running.values() if job.lease and job.lease.ready)
         beside = self._flights.beside.job.id if self._flights.beside else None
         return scheduler.Snapshot(running=running, debt_s=self._debt_s, token_s=self._token_s, beside=beside)
 
@@ -199,7 +200,7 @@ class Engine:
         plan = scheduler.plan_step(self._snapshot(), self._policy)
         self._steps += bool(plan.decode or plan.prefill)
         self._rest, self._decode_s = plan, 0.0
-        jobs = [job for job in [self._running[id] for id in plan.decode] if self._make_room(job)]
+        jobs = [job for job in [self._book.running[id] for id in plan.decode] if self._make_room(job)]
         if plan.beside:
             # It does not wait for the round, so it is on its way before.
             self._launch_chunk(plan.beside, plan.skipped, beside=True)
@@ -220,12 +221,12 @@ class Engine:
 
     def _launch_chunk(self, chunk: scheduler.Chunk, skipped: Sequence[str], *, beside: bool) -> bool:
         """False where decode rows have taken its pages."""
-        if chunk.id not in self._running:
+        if chunk.id not in self._book.running:
             return False
-        self._flights.launch_chunk(self._running[chunk.id], chunk.tokens, self._clock(), beside=beside)
+        self._flights.launch_chunk(self._book.running[chunk.id], chunk.tokens, self._clock(), beside=beside)
         for id in skipped:
-            if id in self._running:
-                self._running[id].skipped += 1
+            if id in self._book.running:
+                self._book.running[id].skipped += 1
         return True
 
     def _land(self) -> None:
@@ -239,7 +240,7 @@ class Engine:
             self._land_chunk(beside=True)
         for id in list(self._cancelled):
             # One whose chunk ran beside may have paused since.
-            job = self._running.get(id) or self._waiting.get(id)
+            job = self._book.running.get(id) or self._book.waiting.get(id)
             if job is None or not self._flights.hold(job):
                 self._cancelled.remove(id)
                 if job:
@@ -277,7 +278,7 @@ class Engine:
     def _make_room(self, job: Job) -> bool:
         """For a round of `job`; see `scheduler.make_room`."""
         most = self._speculator.max_drafts if self._speculator else 0
-        return scheduler.make_room(self._memory, job, most, self._running, self._pause)
+        return scheduler.make_room(self._memory, job, most, self._book.running, self._pause)
 
     def _pause(self, job: Job) -> None:
         """Take back everything a request holds; it is computed again from its tokens when there is room."""

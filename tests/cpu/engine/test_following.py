@@ -138,7 +138,7 @@ def test_a_skipped_prefill_keeps_its_turn_through_a_pause():
     engine, log = build(settings(max_concurrency=3, prefill_chunk=64), pages=12, spare_slots=0), Log()
     engine.submit(agent("a", 200, 3))
     log.take(engine.step())
-    job = engine._running["a"]
+    job = engine._book.running["a"]
     job.skipped = MAX_SKIPS
     engine._pause(job)
     engine.tend()

@@ -93,7 +93,7 @@ def check_invariance(
             if at == step:
                 engine.cancel(id)
         log.take(engine.step())
-        paused |= any(job.admitted is not None for job in engine._waiting.values())
+        paused |= any(job.admitted is not None for job in engine._book.waiting.values())
         if step > 60 and engine.idle:
             break
     event("paused" if paused else "not paused")

@@ -161,8 +161,9 @@ def _fold(
         return
     for t in range(count):
         token = (start + t).to(tl.int64)
-        _, k, v = _loaded(qkv + token * C, channels, masks)
-        k, v = k.to(tl.float32), v.to(tl.float32)
+        line = qkv + token * C
+        k = tl.load(line + channels[1], mask=masks[0], other=0.0).to(tl.float32)
+        v = tl.load(line + channels[2], mask=masks[1], other=0.0).to(tl.float32)
         a_now, b_now = tl.load(a + token * gate_stride + head), tl.load(b + token * gate_stride + head)
         s, _ = _update(s, k, k, v, a_now.to(tl.float32), b_now.to(tl.float32), log_rate, bias)
         s = s.to(state.dtype.element_ty).to(tl.float32)

@@ -13,7 +13,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from longlane.kernels.kv_codec.layout import GROUP, RAW_BYTES
+from longlane.kernels.kv_codec.layout import GROUP
 
 FP8_MAX = 448.0
 ROTATED_K = frozenset({"fp8", "rk8v4", "rk4v4", "rk4v4-e8", "rk2v4-e8"})
@@ -250,8 +250,3 @@ def _decode_cylinder(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
     direction = direction / direction.norm(dim=-1, keepdim=True)
     blocks = direction * _radius_table(dtype, codes.device)[second >> 4][..., None]
     return _scaled(blocks.flatten(-2), scale, dtype)
-
-
-def is_raw(codec: str) -> bool:
-    """Whether the pages hold plain values."""
-    return codec in RAW_BYTES
