@@ -19,7 +19,6 @@ from torch import Tensor
 
 from longlane.kernels import kv_codec
 from longlane.kernels.attention import Rotation
-from longlane.kernels.attention import triton as attention
 from longlane.kernels.kv_codec.layout import CODECS, RAW_BYTES, vector_bytes
 from longlane.kernels.kv_codec.pages import KVPages
 from longlane.kernels.ragged import Ragged, ragged
@@ -61,6 +60,8 @@ def heads(tokens: int, count: int) -> Tensor:
 
 
 def time_attention(codec: str, lengths: tuple[int, ...], context: int, read: float, flops: float) -> dict[str, object]:
+    from longlane.kernels.attention import triton as attention
+
     per_row = -(-(context + lengths[0]) // 64)
     each = sum(vector_bytes(codec, HEAD_DIM)) * KV_HEADS
     moved = len(lengths) * context * each

@@ -16,10 +16,6 @@ from bench.attention import layout, seconds_each
 from bench.step import DEVICE, GDN_DIM, VALUE_HEADS, ceilings, random_tiles
 from torch import Tensor
 
-from longlane.kernels.gdn import triton as gdn
-from longlane.kernels.linear import triton as linear
-from longlane.kernels.norm_rope import triton as norm_rope
-
 MATRICES = {
     "gdn query_key": ("q4", 4096, 5120),
     "gdn value_z": ("q5", 12_288, 5120),
@@ -39,6 +35,8 @@ def inputs(columns: int, size: int) -> Tensor:
 
 
 def linears(read: float, flops: float) -> list[dict[str, object]]:
+    from longlane.kernels.linear import triton as linear
+
     results = []
     for name, (kind, n, k) in MATRICES.items():
         first = random_tiles(kind, n, k, paired=name == "gate_up")
@@ -66,6 +64,9 @@ def linears(read: float, flops: float) -> list[dict[str, object]]:
 
 
 def mixers(read: float) -> list[dict[str, object]]:
+    from longlane.kernels.gdn import triton as gdn
+    from longlane.kernels.norm_rope import triton as norm_rope
+
     results = []
     weight, rate, bias = torch.randn(4, 10_240, device=DEVICE), *torch.randn(2, VALUE_HEADS, device=DEVICE)
     states = [torch.randn(9, VALUE_HEADS, GDN_DIM, GDN_DIM, device=DEVICE) for _ in range(24)]

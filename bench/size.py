@@ -1,5 +1,6 @@
-"""Lines by room, median and longest function: `python bench/size.py`. Tests hold the limits, this shows the shape."""
+"""Lines by room, median and longest function: `python bench/size.py`."""
 
+import argparse
 import ast
 from collections import defaultdict
 from pathlib import Path
@@ -15,6 +16,7 @@ def function_lengths(path: Path) -> list[tuple[int, str]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     rooms: dict[str, list[Path]] = defaultdict(list)
     for path in sorted(SRC.rglob("*.py")):
         rooms[path.relative_to(SRC).parts[0].removesuffix(".py")].append(path)
