@@ -148,19 +148,7 @@ def activation_bytes(req: PlanRequest) -> int:
 
 def fixed_pools(req: PlanRequest) -> list[Pool]:
     """Every pool but the KV pages."""
-    spec, columns, chunk = req.spec, req.draft_tokens + 1, chunk_tokens(req)
-    workspace = chunk * activation_bytes(req)
-    # The logits of a decode step, as the step keeps them; graphs have the model's own and a draw's ids among theirs.
-    workspace += (1 if req.graphs else 3) * req.lanes * columns * req.vocab_size * 4
-    if req.driver_bytes:
-        # A card unpacks the matrices of a chunk one after another to bf16; the largest has the widest result.
-        unpacked = 2 * req.width * spec.hidden
-        workspace += unpacked
-        if req.concurrent:
-            # What one stream has freed, the other cannot use.
-            workspace += chunk * activation_bytes(req) + unpacked
-        # Attention has its own before and after that.
-        workspace = max(workspace, prefill_attention(req), decode_parts(req))
+    spec, columns = req.spec, req.draft_tokens + 1
     pools = [Pool(name=f"weights: {part}", bytes=size) for part, size in req.weights.items() if size]
     if spec.gdn_layers:
         images, image = req.lanes + req.state_slots + 1, state_bytes(spec, req.dtype, req.gdn_state)
@@ -170,7 +158,8 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
     if req.draft_tokens and spec.gdn_layers:
         size = req.lanes * columns * record_bytes(spec, req.dtype)
         pools.append(Pool(name="verify records", bytes=size, note=f"{columns} columns a lane"))
-    pools.append(Pool(name="workspace", bytes=workspace, note=f"chunk of {chunk} tokens, decode logits"))
+    note = f"chunk of {chunk_tokens(req)} tokens, decode logits"
+    pools.append(Pool(name="workspace", bytes=workspace_bytes(req), note=note))
     if req.host_arena:
         size = max(STAGED_PAGES * page_bytes(spec, req.kv_dtype), state_bytes(spec, req.dtype, req.gdn_state))
         pools.append(Pool(name="staging", bytes=size, note=f"a state or {STAGED_PAGES} pages on their way to the host"))
@@ -189,6 +178,21 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
         pools.append(Pool(name="driver", bytes=req.driver_bytes, note="context and libraries, an allowance"))
     pools.append(Pool(name="reserve", bytes=req.reserve_bytes, note="kept free"))
     return pools
+
+
+def workspace_bytes(req: PlanRequest) -> int:
+    """What steps work in outside of graphs."""
+    activations = chunk_tokens(req) * activation_bytes(req)
+    # The logits of a decode step, as the step keeps them; graphs have the model's own and a draw's ids among theirs.
+    logits = (1 if req.graphs else 3) * req.lanes * (req.draft_tokens + 1) * req.vocab_size * 4
+    if not req.driver_bytes:
+        return activations + logits
+    # A card unpacks the matrices of a chunk one after another to bf16; the largest has the widest result.
+    unpacked = 2 * req.width * req.spec.hidden
+    # What one stream has freed, the other cannot use.
+    chunks = (activations + unpacked) * (2 if req.concurrent else 1)
+    # Attention has its own before and after that.
+    return max(chunks + logits, prefill_attention(req), decode_parts(req))
 
 
 def decode_parts(req: PlanRequest) -> int:
