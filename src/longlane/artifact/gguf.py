@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from longlane.artifact.layouts import AFFINE
 from longlane.artifact.recipe import Item
+from longlane.artifact.text_config import LLAMA
 from longlane.errors import CheckpointError
 from longlane.kernels.linear.weight import PackedWeight, Weight
 
@@ -123,7 +124,7 @@ class GgufModel:
         heads = self._count("llama.attention.head_count")
         hidden = self._count("llama.embedding_length")
         return {
-            "architectures": ["LlamaForCausalLM"],
+            "architectures": [LLAMA],
             "model_type": "llama",
             "hidden_size": hidden,
             "intermediate_size": self._count("llama.feed_forward_length"),

@@ -12,10 +12,9 @@ from longlane.artifact.geometry import DFLASH2, VISION
 from longlane.artifact.inventory import SECTIONS, Section, inventory
 from longlane.artifact.layouts import FP8_ROW, LAYOUT, NVFP4
 from longlane.artifact.schema import RESOURCES, Entry
-from longlane.artifact.text_config import ARCHITECTURES, LAYER_TYPES
+from longlane.artifact.text_config import ARCHITECTURES, LAYER_TYPES, LLAMA
 from longlane.errors import CheckpointError
 
-LLAMA = "LlamaForCausalLM"
 SHOWN = 3
 # Components with a configuration of their own, and one that has every member it needs.
 OTHERS = {"vision": VISION, "dflash2": DFLASH2}

@@ -7,6 +7,7 @@ from typing import Any
 
 from longlane.errors import CheckpointError
 
+LLAMA = "LlamaForCausalLM"
 # The text architecture behind every spelling that checkpoints of the family use, text-only and multimodal.
 ARCHITECTURES = {
     "Qwen3_5ForCausalLM": "Qwen3_5ForCausalLM",

@@ -14,8 +14,8 @@ from longlane.memory.plan import PAGE, max_drafts
 from longlane.simulate.machine import PolicyName
 from longlane.simulate.presets import CARDS, preset
 from longlane.simulate.scenarios import SCENARIOS, Report, Setting, replay, with_pool
+from longlane.simulate.tables import check_plot, text
 from longlane.simulate.tables import plot as draw
-from longlane.simulate.tables import text
 from longlane.simulate.workload import read_trace
 
 # The flags of `serve` that a simulation depends on, and those of them that a scenario brings itself.
@@ -43,6 +43,7 @@ def simulate(
     """
     config: EngineConfig = pick(EngineConfig, {"model": preset_name, **values})
     check(config)
+    check_plot(plot)
     if scenario is not None:
         refuse(context, OF_A_TRACE)
     setting = Setting(preset(preset_name), with_pool(config, preset_name), policy)

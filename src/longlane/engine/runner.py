@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longlane.config import MAX_LANES
 from longlane.engine.batch import Row
 from longlane.engine.chunks import Chunks, StreamLane
 from longlane.engine.partition import can_be_parted, part
@@ -41,7 +42,7 @@ class Runner:
         self.caches = caches
         self.device = device
         self.vocab_size = vocab_size
-        limits = limits or Limits(lanes=16, columns=16, pages=caches.kv[0].pages)
+        limits = limits or Limits(lanes=MAX_LANES, columns=16, pages=caches.kv[0].pages)
         self.steps = Steps(model, caches, limits, vocab_size, device, drafter, exact=device.type != "cuda")
         # Whether a launch returns before the work is done.
         self.asynchronous = device.type == "cuda"

@@ -10,11 +10,13 @@ from typing import Any
 
 from longlane.config import GdnState, SpecMode
 from longlane.errors import PlanError
+from longlane.kernels import layout
 from longlane.kernels.attention.limits import PARTS, SEGMENT
 from longlane.kernels.kv_codec.layout import RAW_BYTES, vector_bytes
 from longlane.types import CacheSpec, Pool
 
-PAGE = 64
+# Tokens.
+PAGE = layout.PAGE
 MIB = 1 << 20
 GIB = 1 << 30
 

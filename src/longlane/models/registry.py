@@ -10,7 +10,7 @@ import torch
 
 from longlane.artifact.checkpoint import Told, load_weights
 from longlane.artifact.draft_head import DraftHead
-from longlane.artifact.text_config import ARCHITECTURES
+from longlane.artifact.text_config import ARCHITECTURES, LLAMA
 from longlane.config import WeightsMode
 from longlane.errors import CheckpointError
 from longlane.kernels.linear import Weight
@@ -22,7 +22,6 @@ from longlane.models.qwen3_5 import config as qwen35_config
 from longlane.models.qwen3_5 import text as qwen35_text
 from longlane.types import CacheSpec, ModelInfo
 
-LLAMA = "LlamaForCausalLM"
 # Parts of an artifact that no model of this build computes with.
 UNUSED = ("vision/", "dflash/", "dflash2/")
 

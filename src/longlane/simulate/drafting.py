@@ -4,10 +4,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from longlane.spec.policy import Acceptance, RoundCosts, choose_depth
-
-MAX_DRAFTS = 5
-PRIOR = 0.7
+from longlane.memory.plan import MAX_MTP_DRAFTS
+from longlane.spec.policy import MTP_PRIOR, Acceptance, RoundCosts, choose_depth
 
 
 @dataclass(slots=True)
@@ -34,11 +32,11 @@ class Drafting:
     def __init__(self, depth: int | None) -> None:
         self._depth = depth
         self._costs: dict[int, RoundCosts] = {}
-        self._overall = Acceptance(PRIOR)
+        self._overall = Acceptance(MTP_PRIOR)
 
     @property
     def most(self) -> int:
-        return MAX_DRAFTS if self._depth is None else self._depth
+        return MAX_MTP_DRAFTS if self._depth is None else self._depth
 
     def open(self, id: str, truth: float) -> DraftRow:
         return DraftRow(id, truth, Acceptance(self._overall.survival(1)[0]))

@@ -71,10 +71,18 @@ def text(report: Report) -> str:
     return f"{report.scenario}, {report.policy}\n\n{markdown([report.summary])}\n\n{markdown(report.rows)}"
 
 
-def plot(run: Run, path: Path) -> None:
-    """Who ran when: chunks and decode rounds of every request over time. Raises ConfigError without matplotlib."""
+def check_plot(path: Path | None) -> None:
+    """Raises ConfigError, before anything is simulated, for a plot that nobody could draw or keep."""
+    if path is None:
+        return
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it, or name another")
+
+
+def plot(run: Run, path: Path) -> None:
+    """Who ran when: chunks and decode rounds of every request over time. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 1.5 + 0.25 * len(run.jobs)))

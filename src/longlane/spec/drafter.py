@@ -5,13 +5,13 @@ from typing import Literal
 
 from longlane.sampling import RowState
 from longlane.spec.lookup import LookupIndex
-from longlane.spec.policy import Acceptance, Backoff
+from longlane.spec.policy import MTP_PRIOR, Acceptance, Backoff
 
 # Who proposed: the rest of a forced close (certain), the MTP head, or a lookup with a short, middling or long match.
 Source = Literal["forced", "mtp", "lookup-short", "lookup", "lookup-long"]
 
 # Estimates before any evidence.
-PRIOR: dict[Source, float] = {"mtp": 0.7, "lookup-short": 0.3, "lookup": 0.7, "lookup-long": 0.9}
+PRIOR: dict[Source, float] = {"mtp": MTP_PRIOR, "lookup-short": 0.3, "lookup": 0.7, "lookup-long": 0.9}
 
 
 @dataclass(frozen=True, slots=True)

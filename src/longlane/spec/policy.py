@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+# How likely a draft of an MTP head counts as accepted before there is evidence.
+MTP_PRIOR = 0.7
 # Evidence weighs this much less with every round, so that it fades back to the prior and positions that once looked
 # bad are tried again. The prior counts as so many observations.
 _FADE = 0.98

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from longlane.cli import app, load
+from longlane.cli import simulate as cli
 from longlane.cli.simulate import SIMULATED
 from longlane.errors import ConfigError, LonglaneError
 from longlane.simulate import tables
@@ -110,13 +111,17 @@ def test_a_trace_that_is_wrong_is_refused_by_line(line, message, tmp_path):
     assert message in result.exception.message
 
 
-def test_a_plot_needs_matplotlib(tmp_path, monkeypatch):
+def test_a_plot_needs_matplotlib_and_a_place_before_anything_is_simulated(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "answer", lambda *_: pytest.fail("it was simulated"))
+
+    def refused(path: str) -> str:
+        result = CliRunner().invoke(app, ["simulate", "--scenario", "lanes", "--plot", path])
+        assert isinstance(result.exception, ConfigError)
+        return result.exception.message
+
+    assert "there is no folder /nowhere" in refused("/nowhere/a.png")
     monkeypatch.setattr(tables, "find_spec", lambda name: None)
-    (tmp_path / "trace.jsonl").write_text(LINES)
-    args = ["simulate", "--trace", str(tmp_path / "trace.jsonl"), "--plot", str(tmp_path / "a.png")]
-    result = CliRunner().invoke(app, args)
-    assert isinstance(result.exception, ConfigError)
-    assert "matplotlib" in result.exception.message
+    assert "matplotlib" in refused(str(tmp_path / "a.png"))
 
 
 def test_a_plot_is_drawn(tmp_path):

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from longlane.kernels.kv_codec.layout import GROUP, RAW_BYTES, scale_groups, vector_bytes
+from longlane.kernels.layout import PAGE
 
-PAGE = 64
+__all__ = ["PAGE", "RAW_DTYPES", "KVPages", "allocate"]
+
 RAW_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
 
 
