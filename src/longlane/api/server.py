@@ -114,4 +114,5 @@ async def serve(
         await asyncio.gather(serving, loading, return_exceptions=True)
         await server.engine.stop()
         server.request_log.close()
-        log.info("stopped: the engine has ended")
+        if server.draining:
+            log.info("stopped: the engine has ended")

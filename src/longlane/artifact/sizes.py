@@ -12,6 +12,8 @@ from longlane.config import WeightsMode
 from longlane.errors import ConfigError
 
 BF16_BYTES = 2
+# The flags that ask for a section.
+ASKED_BY = {"mtp": "--spec mtp", "draft_head": "--lm-head-draft", "vision": "--vision"}
 
 
 def weight_bytes(
@@ -44,7 +46,10 @@ def weight_bytes(
             if section in held:
                 held[section] += _placed(artifact.objects[object])
     if missing := [part for part, size in held.items() if not size]:
-        raise ConfigError(f"{path} holds no {missing[0]} tensors; leave out the flag that asks for them")
+        flag = ASKED_BY.get(missing[0])
+        raise ConfigError(
+            f"{path} holds no {missing[0]} tensors; {f'leave out {flag}' if flag else 'convert it again'}"
+        )
     return held
 
 

@@ -45,10 +45,16 @@ def convert(
     from longlane.artifact.container import is_artifact
 
     path, draft_head = locate.find(source), _draft_head(draft_head_rows, draft_counts, draft_text)
+    if container == "v2" and max_file_bytes != MAX_FILE_BYTES:
+        raise ConfigError("--max-file-bytes is of container v3: one of v2 is one file; leave it out")
     if is_artifact(path):
-        _refuse(path, weights, name, dflash2_model, draft_head)
+        _refuse(
+            f"{path} is an artifact, which keeps its weights and its name", weights, name, dflash2_model, draft_head
+        )
         _copy(path, target, container, max_file_bytes, force)
         return
+    if path.is_file():
+        _refuse(f"{path} is one file, whose weights stay as they are", weights, dflash2_model, draft_head)
     options = conversion.Options(
         weights=weights or "groupwise-int",
         container=container,
@@ -67,12 +73,12 @@ def _draft_head(rows: int | None, counts: Path | None, text: Path | None) -> "Dr
     return DraftHead(rows=rows, counts=counts, text=text) if rows or counts or text else None
 
 
-def _refuse(artifact: Path, *asked: object) -> None:
-    """An artifact keeps what these flags would change."""
+def _refuse(reason: str, *asked: object) -> None:
+    """The source keeps what these flags would change."""
     if any(asked):
         raise ConfigError(
-            f"{artifact} is an artifact, which keeps its weights and its name: leave out all flags but --container, "
-            "--max-file-bytes and --force, or convert the original directory again"
+            f"{reason}: leave out the flags about them, or convert the original directory (--container, "
+            "--max-file-bytes and --force apply to any source)"
         )
 
 

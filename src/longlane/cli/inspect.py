@@ -14,6 +14,7 @@ from longlane.artifact.inspect import Summary, summarize, summarize_directory
 from longlane.artifact.locate import resolve
 from longlane.cli.options import MODEL
 from longlane.cli.tables import human_bytes
+from longlane.errors import ConfigError
 
 
 def inspect(
@@ -25,6 +26,8 @@ def inspect(
     """Print what a model file holds: components, formats, sizes, side files, and what keeps it from running."""
     file = resolve(model)
     if file.is_dir():
+        if objects or sha256:
+            raise ConfigError(f"{file} is a directory, and --objects and --sha256 are of an artifact; leave them out")
         summary = summarize_directory(file)
     else:
         with Artifact.open(file, known_formats=False) as artifact:

@@ -22,7 +22,7 @@ from longlane.artifact.resources import open_resources
 from longlane.artifact.rewrite import rewrite
 from longlane.artifact.sources import dflash2_shapes
 from longlane.artifact.text_config import text_config
-from longlane.errors import ArtifactError, CheckpointError, LonglaneError
+from longlane.errors import ArtifactError, CheckpointError, ConfigError, LonglaneError
 from longlane.kernels.linear.weight import Weight
 from longlane.models.registry import build, load_model
 from support.lanes import Lanes
@@ -334,6 +334,27 @@ def test_an_artifact_changes_its_container_and_nothing_else(tmp_path: Path) -> N
         assert isinstance(refused.exception, LonglaneError)
         assert "--force" in refused.exception.message
     assert listing(tmp_path) == {"old", "new", "back"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--weights", "int8"], "m.gguf is one file, whose weights stay as they are"),
+        (["--draft-head-rows", "16"], "m.gguf is one file"),
+        (["--container", "v2", "--max-file-bytes", "2000000"], "--max-file-bytes is of container v3"),
+    ],
+)
+def test_flags_that_would_change_nothing_are_refused(tmp_path: Path, flags: list[str], words: str) -> None:
+    import typer
+
+    from longlane.cli.convert import convert as command
+
+    app = typer.Typer()
+    app.command()(command)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    refused = CliRunner().invoke(app, [str(tmp_path / "m.gguf"), str(tmp_path / "a"), *flags])
+    assert isinstance(refused.exception, ConfigError)
+    assert words in refused.exception.message
 
 
 # Pieces are made small, so that what is measured is what one tensor costs and not the fixed cost of a piece.

@@ -14,7 +14,7 @@ from longlane.artifact.container import Artifact, ArtifactWriter, Component, Ent
 from longlane.artifact.inspect import summarize, summarize_directory
 from longlane.artifact.inventory import SECTIONS, inventory
 from longlane.cli.inspect import inspect
-from longlane.errors import CheckpointError
+from longlane.errors import CheckpointError, ConfigError
 from support import artifact_files as files
 from support.random_checkpoint import DENSE, VISION, write_checkpoint
 
@@ -211,6 +211,9 @@ def test_directories_are_counted_too(tmp_path: Path) -> None:
     assert [(row.name, row.tensors) for row in summary.formats] == [("BF16", 123)]
     assert summary.problems == []
     assert "Hugging Face directory" in run(TINY)
+    for flag in ("--objects", "--sha256"):
+        with pytest.raises(ConfigError, match=r"are of an artifact; leave them out"):
+            inspect(str(TINY), **{flag.removeprefix("--"): True})
 
 
 @pytest.mark.parametrize(
