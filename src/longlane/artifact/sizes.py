@@ -46,10 +46,8 @@ def weight_bytes(
             if section in held:
                 held[section] += _placed(artifact.objects[object])
     if missing := [part for part, size in held.items() if not size]:
-        flag = ASKED_BY.get(missing[0])
-        raise ConfigError(
-            f"{path} holds no {missing[0]} tensors; {f'leave out {flag}' if flag else 'convert it again'}"
-        )
+        cure = f"leave out {ASKED_BY[missing[0]]}" if missing[0] in ASKED_BY else "convert it again"
+        raise ConfigError(f"{path} holds no {missing[0]} tensors; {cure}")
     return held
 
 
