@@ -27,6 +27,7 @@ MATRICES = {
     "down": ("q5", 5120, 17_408),
     "head": ("q8", 248_320, 5120),
 }
+SIDE_BY_SIDE = [("gdn query_key", "gdn value_z", "gdn a_b"), ("attention query_key", "attention gate_value")]
 WORKING_SET = 1 << 30
 
 
@@ -60,6 +61,25 @@ def linears(read: float, flops: float) -> list[dict[str, object]]:
             results.append(dict(op=name, columns=columns, seconds=seconds, flop=2 * columns * n * k))
             cells.append(f"{columns}: {rate / 1e12:4.0f} TFLOP/s ({rate / flops:4.0%})")
         print(" " * 22 + " | ".join(cells))
+    return results
+
+
+def side_by_side(read: float) -> list[dict[str, object]]:
+    """The matrices that share x, in the one launch that a step makes of them."""
+    from longlane.kernels.linear import triton as linear
+
+    results = []
+    for names in SIDE_BY_SIDE:
+        first = [random_tiles(*MATRICES[name]) for name in names]
+        nbytes = sum(tiles.nbytes for tiles in first)
+        copies = [[replace(tiles, data=tiles.data.clone()) for tiles in first] for _ in range(WORKING_SET // nbytes)]
+        cells = []
+        for columns in (1, 2, 4, 8, 16, 32):
+            x = inputs(columns, first[0].shape[1])
+            seconds = seconds_each([lambda c=c, x=x: linear.linear_many(x, c) for c in copies])
+            results.append(dict(op=" + ".join(names), columns=columns, seconds=seconds, bytes=nbytes))
+            cells.append(f"{seconds * 1e6:6.1f} us {nbytes / seconds / 1e9:5.0f} ({nbytes / seconds / read:4.0%})")
+        print(f"{names[0].split()[0] + ' in one launch':22s}" + " | ".join(cells))
     return results
 
 
@@ -101,7 +121,7 @@ def main() -> None:
     read, flops = ceilings()
     print(f"{torch.cuda.get_device_name()}, read {read / 1e12:.2f} TB/s, bf16 {flops / 1e12:.0f} TFLOP/s")
     print("columns 1, 2, 4, 8, 16, 32: time, GB/s of weights, share of the read ceiling")
-    results = linears(read, flops) + mixers(read)
+    results = linears(read, flops) + side_by_side(read) + mixers(read)
     if out:
         out.write_text(json.dumps(dict(read=read, flops=flops, results=results), indent=1))
 

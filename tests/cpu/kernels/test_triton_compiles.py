@@ -16,7 +16,7 @@ from longlane.kernels.kv_codec import decode, triton as kv_codec
 from longlane.kernels.kv_codec.layout import CODE_BITS
 from longlane.kernels.kv_codec.pages import allocate
 from longlane.kernels.launch import DeviceProperties
-from longlane.kernels.linear import expand, gluon, tiles
+from longlane.kernels.linear import cuts, expand, gluon, tiles
 from longlane.kernels.norm_rope import triton as norm_rope
 from longlane.kernels.sampling import triton as sampling
 from support.compile_only import compiling
@@ -37,12 +37,18 @@ with compiling(card, modules) as compiled:
         for n, k, paired in ((5120, 6144, False), (34816, 5120, True)):
             data = torch.empty(n // 16, k // 64, tiles.BLOCK[kind], dtype=torch.int32, device="meta")
             for columns in (8, 16, 32):
-                cut = gluon.plan(tiles.Tiles(kind, (n, k), data, paired), columns, card.shared_bytes)
-                small = torch.zeros(cut.row_blocks * cut.side, k // 64, tiles.BLOCK[kind], dtype=torch.int32)
+                cut = cuts.plan(tiles.Tiles(kind, (n, k), data, paired), columns, card.shared_bytes)
+                small = torch.zeros(cut.row_blocks, k // 64, tiles.BLOCK[kind], dtype=torch.int32)
                 part = tiles.Tiles(kind, (16 * len(small), k), small, paired)
-                gluon.stream(zeros(columns, k), part, zeros(columns, part.outputs), card, cut)
+                gluon.stream(zeros(columns, k), [part], [zeros(columns, part.outputs)], card, [cut])
         if kind != "bf16":
             expand.expand(tiles.Tiles(kind, (16, 512), torch.zeros(1, 8, tiles.BLOCK[kind], dtype=torch.int32)))
+    beside = []
+    for kind, n in (("q4", 4096), ("q5", 12288), ("bf16", 128)):
+        data = torch.zeros(n // 16, 8, tiles.BLOCK[kind], dtype=torch.int32)
+        beside.append(tiles.Tiles(kind, (n, 512), data))
+    for columns in (8, 16, 32):
+        gluon.stream(zeros(columns, 512), beside, [zeros(columns, part.outputs) for part in beside], card)
     weight = torch.ones(256)
     for lengths, context in (((1, 1), (0, 70)), ((4, 4), (9, 9)), ((70,), (5,))):
         rows = make_rows(lengths, context)

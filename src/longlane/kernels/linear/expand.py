@@ -15,7 +15,7 @@ from longlane.kernels.linear.tiles import ROWS, Tiles
 def _load(data, blocks, KIND: gl.constexpr, W: gl.constexpr):
     """`_read` of W blocks, straight from global memory."""
     SIZE: gl.constexpr = entry(BLOCK, KIND)
-    CUT: gl.constexpr = (W, 1, 1, 1)
+    CUT: gl.constexpr = (W, 1, 1)
     layout: gl.constexpr = word_layout(CUT, 128)
     first = gl.load(data + offsets(layout, blocks * SIZE, SIZE))
     halves = (data + entry(SCALES, KIND)).to(gl.pointer_type(gl.float16), bitcast=True)

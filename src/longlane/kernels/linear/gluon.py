@@ -1,15 +1,15 @@
 # ruff: noqa: PLR1714 - the kernel language has no sets.
-"""Few columns against one tiled matrix, on any card: one kernel that streams the weights once through `cp.async` and
+"""Few columns against tiled matrices, on any card: one kernel that streams the weights once through `cp.async` and
 multiplies codes by activations on tensor cores (bfloat16 x bfloat16, exact codes, float32 sums, the scale applied to a
 group's sum).
 
-It is batch-invariant: warp w of W takes blocks w, w + W, ... in order, then the warps' sums are added in a fixed
-order; W depends on the shape of the matrix alone. So a column has the same bits whatever stands beside it. Written in
+It is batch-invariant: warp w of four takes blocks w, w + 4, ... in order, then the warps' sums are added in a fixed
+order. So a column has the same bits whatever stands beside it, and a matrix whatever shares its launch. Written in
 Gluon because the point is which thread holds what: a Triton `tl.dot` on unpacked words moves them through shared memory
 (see `bench/results/log.md`).
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -19,16 +19,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longlane.kernels.launch import DeviceProperties
 from longlane.kernels.linear import tiles as tiles_of
+from longlane.kernels.linear.cuts import SPLIT, Plan, side_by_side
 from longlane.kernels.linear.fragments import BLOCK, SCALES, entry, offsets, unpacked
 from longlane.kernels.linear.layouts import (
     column_copy_layout,
     column_layout,
     dense_layout,
+    join_layout,
+    out_layout,
     scale_copy_layout,
     scale_layout,
     word_layout,
 )
-from longlane.kernels.linear.tiles import COLUMNS, Tiles
+from longlane.kernels.linear.tiles import Tiles
 
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
@@ -83,30 +86,27 @@ def _read(stage, KIND: gl.constexpr, CUT: gl.constexpr):
 
 
 @gluon.jit
-def _left(first, second, KIND: gl.constexpr, SIDE: gl.constexpr, mma: gl.constexpr):
-    """The left operand [B, 16 R SIDE, 64]: its tile r SIDE + s is row block s R + r, since warps alternate tile by
-    tile."""
-    R: gl.constexpr = first.shape[0] // SIDE
+def _left(first, second, KIND: gl.constexpr, mma: gl.constexpr):
+    """The left operand [B, 16 R, 64]."""
+    R: gl.constexpr = first.shape[0]
     B: gl.constexpr = first.shape[1]
     if KIND == "bf16":
-        # side, R, B, b, kt, g, t, kh, r8, kp
-        values = first.reshape([SIDE, R, B, 2, 2, 8, 4, 2, 2, 2]).permute(2, 1, 0, 8, 5, 3, 4, 7, 6, 9)
+        # R, B, b, kt, g, t, kh, r8, kp
+        values = first.reshape([R, B, 2, 2, 8, 4, 2, 2, 2]).permute(1, 0, 7, 4, 2, 3, 6, 5, 8)
     else:
-        # side, R, B, g, t, b, kp, r8, kh, kt
-        values = unpacked(first, second, KIND).reshape([SIDE, R, B, 8, 4, 2, 2, 2, 2, 2])
-        values = values.permute(2, 1, 0, 7, 3, 5, 9, 8, 4, 6)
-    return gl.convert_layout(
-        values.reshape([B, R * SIDE * 16, 64]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
-    )
+        # R, B, g, t, b, kp, r8, kh, kt
+        values = unpacked(first, second, KIND).reshape([R, B, 8, 4, 2, 2, 2, 2, 2])
+        values = values.permute(1, 0, 6, 2, 4, 8, 7, 3, 5)
+    return gl.convert_layout(values.reshape([B, R * 16, 64]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
 
 
 @gluon.jit
-def _row_scales(scale, GROUPS: gl.constexpr, SIDE: gl.constexpr, mma: gl.constexpr):
-    """[B, 16 R SIDE, GROUPS] float32, rows as in `_left`."""
-    R: gl.constexpr = scale.shape[0] // SIDE
+def _row_scales(scale, GROUPS: gl.constexpr):
+    """[B, 16 R, GROUPS] float32."""
+    R: gl.constexpr = scale.shape[0]
     B: gl.constexpr = scale.shape[1]
-    ordered = scale.reshape([SIDE, R, B, 8, GROUPS, 2]).permute(2, 1, 0, 5, 3, 4)
-    return ordered.reshape([B, R * SIDE * 16, GROUPS]).to(gl.float32)
+    ordered = scale.reshape([R, B, 8, GROUPS, 2]).permute(1, 0, 4, 2, 3)
+    return ordered.reshape([B, R * 16, GROUPS]).to(gl.float32)
 
 
 @gluon.jit
@@ -125,6 +125,17 @@ def _row_halves(x):
     K: gl.constexpr = x.shape[1]
     N: gl.constexpr = x.shape[2]
     return x.reshape([B, 2, K // 2, N]).permute(0, 2, 3, 1).split()
+
+
+@gluon.jit
+def _joined(totals, SPLIT: gl.constexpr):
+    """The sum [rows, n] of the warps' totals [4, rows, n], (0 + 2) + (1 + 3), each where it is stored."""
+    ROWS: gl.constexpr = totals.shape[1]
+    n: gl.constexpr = totals.shape[2]
+    totals = gl.convert_layout(totals, join_layout(SPLIT, ROWS, n))
+    low, high = totals.reshape([2, 2, ROWS, n]).permute(1, 2, 3, 0).split()
+    even, odd = (low + high).permute(1, 2, 0).split()
+    return even + odd
 
 
 @gluon.jit
@@ -159,9 +170,7 @@ def _add_blocks(total, sums, scale, more_sums, more_scale, TWO: gl.constexpr, J:
 
 
 @gluon.jit
-def _accumulate(
-    total, first, second, scale, x, KIND: gl.constexpr, SIDE: gl.constexpr, J: gl.constexpr, mma: gl.constexpr
-):
+def _accumulate(total, first, second, scale, x, KIND: gl.constexpr, J: gl.constexpr, mma: gl.constexpr):
     """Multiply a step's blocks and add them to total [warps that share them, rows, n]."""
     W: gl.constexpr = total.shape[0]
     HEIGHT: gl.constexpr = total.shape[1]
@@ -170,13 +179,13 @@ def _accumulate(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     ROW: gl.constexpr = gl.SliceLayout(2, mma)
-    left = _left(first, second, KIND, SIDE, mma)
+    left = _left(first, second, KIND, mma)
     # n, B, b, t, kt, kh, kp
     right = x.reshape([n, B, 2, 4, 2, 2, 2]).permute(1, 2, 4, 5, 3, 6, 0).reshape([B, 64, n])
     right = gl.convert_layout(right, RIGHT, assert_trivial=True)
     zeros = gl.zeros([B, HEIGHT, n], gl.float32, layout=mma)
     if KIND == "q8":
-        low_scale, high_scale = _row_scales(scale, 2, SIDE, mma).split()
+        low_scale, high_scale = _row_scales(scale, 2).split()
         low_scale = gl.convert_layout(low_scale, ROW, assert_trivial=True)
         high_scale = gl.convert_layout(high_scale, ROW, assert_trivial=True)
         left_low, left_high = _halves(left)
@@ -196,7 +205,7 @@ def _accumulate(
         sums = mma_v2(left, right, zeros)
         row_scale = gl.full([B, HEIGHT], 1.0, gl.float32, layout=ROW)
         if KIND != "bf16":
-            row_scale = _row_scales(scale, 1, SIDE, mma).reshape([B, HEIGHT])
+            row_scale = _row_scales(scale, 1).reshape([B, HEIGHT])
             row_scale = gl.convert_layout(row_scale, ROW, assert_trivial=True)
         total = _add_blocks(total, sums, row_scale, sums, row_scale, False, J, mma)
     return total
@@ -207,33 +216,36 @@ def _stage(buffers, slot):
     return buffers[0].index(slot), buffers[1].index(slot), buffers[2].index(slot)
 
 
-@gluon.jit(do_not_specialize=["columns"])
-def _stream(
-    x, data, out, columns, x_stride, out_stride, N, blocks,
-    KIND: gl.constexpr, SPLIT: gl.constexpr, SIDE: gl.constexpr, J: gl.constexpr, R: gl.constexpr,
-    n: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr, PDL: gl.constexpr,
+@gluon.jit
+def _product(
+    x, data, out, columns, x_stride, out_stride, N, blocks, program,
+    SHAPE: gl.constexpr, SPLIT: gl.constexpr, n: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out[c, row] = sum over K of W[row] x[c], for 16 R SIDE rows and n columns a program. Of its SPLIT x SIDE warps,
-    SIDE stand side by side in rows, SPLIT share the blocks of a row."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SPLIT, SIDE, 1], [1, 16, 8])
-    CUT: gl.constexpr = (SPLIT, SIDE, J, R)
+    """out[c, row] = sum over K of W[row] x[c], for 16 R rows and n columns. The program's SPLIT warps share the blocks
+    of a row."""
+    KIND: gl.constexpr = entry(SHAPE, 0)
+    J: gl.constexpr = entry(SHAPE, 1)
+    R: gl.constexpr = entry(SHAPE, 2)
+    STAGES: gl.constexpr = entry(SHAPE, 3)
+    PAIRED: gl.constexpr = entry(SHAPE, 4)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SPLIT, 1, 1], [1, 16, 8])
+    CUT: gl.constexpr = (SPLIT, J, R)
     B: gl.constexpr = SPLIT * J
-    ROW_BLOCKS: gl.constexpr = SIDE * R
     SIZE: gl.constexpr = entry(BLOCK, KIND)
     PLANES: gl.constexpr = 4 if KIND == "bf16" else 2 if KIND == "q8" else 1
     EXTRA: gl.constexpr = gl.int16 if KIND == "q6" else gl.int8
     EXTRA_SIZE: gl.constexpr = 128 if KIND == "q5" or KIND == "q6" else 1
     buffers = (
-        gl.allocate_shared_memory(gl.int32, [STAGES, ROW_BLOCKS, B, 128 * PLANES], FLAT),
-        gl.allocate_shared_memory(EXTRA, [STAGES, ROW_BLOCKS, B, EXTRA_SIZE], FLAT),
-        gl.allocate_shared_memory(gl.float16, [STAGES, ROW_BLOCKS, B, 32 if KIND == "q8" else 16], FLAT),
+        gl.allocate_shared_memory(gl.int32, [STAGES, R, B, 128 * PLANES], FLAT),
+        gl.allocate_shared_memory(EXTRA, [STAGES, R, B, EXTRA_SIZE], FLAT),
+        gl.allocate_shared_memory(gl.float16, [STAGES, R, B, 32 if KIND == "q8" else 16], FLAT),
     )
     # Odd columns swap their 64-byte halves, so that a quarter warp reads all banks once.
     right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, n, B * 64], gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
     first_column = gl.program_id(1) * n
     x += first_column * x_stride
     columns -= first_column
-    data += gl.program_id(0).to(gl.int64) * ROW_BLOCKS * blocks * SIZE
+    data += program.to(gl.int64) * R * blocks * SIZE
     if PDL:
         gdc_launch_dependents()
     for step in gl.static_range(STAGES - 1):
@@ -246,7 +258,7 @@ def _stream(
         if step * B < blocks:
             _copy_columns(right.index(step), x, x_stride, step * B * 64, columns, CUT)
         async_copy.commit_group()
-    total = gl.zeros([SPLIT, ROW_BLOCKS * 16, n], gl.float32, layout=mma)
+    total = gl.zeros([SPLIT, R * 16, n], gl.float32, layout=mma)
     for step in range(0, blocks // B):
         async_copy.wait_group(STAGES - 2)
         first, second, scale = _read(_stage(buffers, step % STAGES), KIND, CUT)
@@ -256,80 +268,59 @@ def _stream(
             _copy(_stage(buffers, ahead % STAGES), data + ahead * B * SIZE, blocks, KIND, CUT)
             _copy_columns(right.index(ahead % STAGES), x, x_stride, ahead * B * 64, columns, CUT)
         async_copy.commit_group()
-        total = _accumulate(total, first, second, scale, values, KIND, SIDE, J, mma)
+        total = _accumulate(total, first, second, scale, values, KIND, J, mma)
 
-    sums = gl.sum(total, axis=0)
+    sums = _joined(total, SPLIT)
     OWN: gl.constexpr = R // 2 if PAIRED else R
     if PAIRED:
-        gate, up = sums.reshape([OWN, 2, SIDE * 16, n]).permute(0, 2, 3, 1).split()
-        sums = (gate / (1 + gl.exp(-gate)) * up).reshape([OWN * SIDE * 16, n])
-    OUT: gl.constexpr = gl.SliceLayout(0, mma)
-    sums = gl.convert_layout(sums, OUT)
-    tile = gl.arange(0, OWN * SIDE * 16, layout=gl.SliceLayout(1, OUT))[:, None]
-    row_block = gl.program_id(0) * OWN * SIDE + tile // 16 % SIDE * OWN + tile // (16 * SIDE)
-    row = row_block * 16 + tile % 16
+        gate, up = sums.reshape([OWN, 2, 16, n]).permute(0, 2, 3, 1).split()
+        sums = (gate / (1 + gl.exp(-gate)) * up).reshape([OWN * 16, n])
+    OUT: gl.constexpr = out_layout(SPLIT, OWN * 16, n)
+    sums = gl.convert_layout(sums, OUT, assert_trivial=True)
+    row = program * OWN * 16 + gl.arange(0, OWN * 16, layout=gl.SliceLayout(1, OUT))[:, None]
     column = gl.arange(0, n, layout=gl.SliceLayout(0, OUT))[None, :]
     target = out + (first_column + column) * out_stride + row
     gl.store(target, sums.to(out.dtype.element_ty), mask=(column < columns) & (row < N))
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How `_stream` cuts a matrix. `split` warps share the blocks of a row, and with them fix the order of its sum;
-    the rest is speed alone: `side` warps stand side by side, a warp takes `row_blocks` x `blocks` a step, `stages`
-    steps are in flight."""
-
-    split: int
-    side: int
-    blocks: int
-    row_blocks: int
-    stages: int
-
-
-# Warps that share the blocks of a row: a constant, because it fixes the bits of every column.
-SPLIT = 4
+@gluon.jit(do_not_specialize=["columns"])
+def _stream(
+    x, matrices, columns, x_stride, blocks,
+    SHAPES: gl.constexpr, SPLIT: gl.constexpr, n: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """`_product` of every matrix (data, out, stride of out, N, programs) and shape (kind, J, R, stages, paired) with
+    the same x: the first programs of the launch take the first matrix, the next the second, and so on."""
+    program = gl.program_id(0)
+    for i in gl.static_range(len(SHAPES)):
+        data, out, out_stride, N, programs = matrices[i]
+        if (program >= 0) & (program < programs):
+            _product(x, data, out, columns, x_stride, out_stride, N, blocks, program, entry(SHAPES, i), SPLIT, n, PDL)
+        program -= programs
 
 
-def plan(tiles: Tiles, columns: int, shared_bytes: int) -> Plan:
-    """The fastest cut of an H200 (`bench/results/log.md`), made smaller until it fits the shared memory of a program.
-    Neither stages nor blocks a step change the bits."""
-    cut = _fastest(tiles, columns)
-
-    def need(cut: Plan) -> int:
-        weights = cut.side * cut.row_blocks * tiles_of.BLOCK[tiles.kind] * 4
-        return cut.stages * cut.split * cut.blocks * (weights + 2 * COLUMNS * columns)
-
-    while need(cut) > shared_bytes and cut.stages > 2:
-        cut = replace(cut, stages=cut.stages - 1)
-    return cut if need(cut) <= shared_bytes else replace(cut, blocks=1)
-
-
-def _fastest(tiles: Tiles, columns: int) -> Plan:
-    row_blocks, wide = tiles.data.shape[0], columns > 8
-    if tiles.paired:
-        return Plan(SPLIT, 1, 1, 2, 4 if wide else 6)
-    if columns > 16:
-        return Plan(SPLIT, 1, 1, 1, 4)
-    if row_blocks < 512:
-        return Plan(SPLIT, 1, 2, 1, 4)
-    if row_blocks < 4096:
-        return Plan(SPLIT, 1, 2, 2, 4)
-    return Plan(SPLIT, 1, 1, 2, 4) if wide else Plan(SPLIT, 1, 2, 1, 4)
-
-
-def stream(x: Tensor, tiles: Tiles, out: Tensor, card: DeviceProperties, cut: Plan | None = None) -> None:
-    """out [M, N or N / 2], bfloat16 or float32, = x [M, K] times the matrix. x has rows of whole blocks, 32-byte
-    aligned."""
-    columns = x.shape[0]
-    n = 8 if columns <= 8 else 16 if columns <= 16 else 32
-    cut = cut or plan(tiles, n, card.shared_bytes)
-    row_blocks = cut.side * cut.row_blocks
-    assert tiles.blocks % (cut.split * cut.blocks) == 0, (tiles.blocks, cut)
-    assert tiles.data.shape[0] % row_blocks == 0, (tiles.data.shape, cut)
+def stream(
+    x: Tensor,
+    matrices: Sequence[Tiles],
+    outs: Sequence[Tensor],
+    card: DeviceProperties,
+    cuts: Sequence[Plan] | None = None,
+) -> None:
+    """outs[i] [M, N or N / 2], bfloat16 or float32, = x [M, K] times matrices[i], all in one launch: small matrices run
+    beside large ones instead of after them. x has rows of whole blocks, 32-byte aligned."""
+    n = 8 if len(x) <= 8 else 16 if len(x) <= 16 else 32
+    cuts = cuts or side_by_side(matrices, n, card.shared_bytes)
+    parts = []
+    for tiles, out, cut in zip(matrices, outs, cuts, strict=True):
+        programs, rest = divmod(tiles.data.shape[0], cut.row_blocks)
+        assert rest == 0, (tiles.data.shape, cut)
+        assert tiles.blocks % (SPLIT * cut.blocks) == 0, (tiles.blocks, cut)
+        shape = (tiles.kind, cut.blocks, cut.row_blocks, cut.stages, tiles.paired)
+        parts.append(((tiles.data, out, out.stride(0), out.shape[1], programs), shape))
+    # Programs of the largest blocks take longest and go first.
+    parts.sort(key=lambda part: -tiles_of.BLOCK[part[1][0]])
+    arguments, shapes = zip(*parts, strict=True)
     pdl = card.dependent_launch
-    grid = (tiles.data.shape[0] // row_blocks, -(-columns // n))
-    _stream[grid](
-        x, tiles.data, out, columns, x.stride(0), out.stride(0), out.shape[1], tiles.blocks,
-        KIND=tiles.kind, SPLIT=cut.split, SIDE=cut.side, J=cut.blocks, R=cut.row_blocks, n=n, STAGES=cut.stages,
-        PAIRED=tiles.paired, PDL=pdl, num_warps=cut.split * cut.side, launch_pdl=pdl,
+    _stream[(sum(part[-1] for part in arguments), -(-len(x) // n))](
+        x, arguments, len(x), x.stride(0), matrices[0].blocks,
+        SHAPES=shapes, SPLIT=SPLIT, n=n, PDL=pdl, num_warps=SPLIT, launch_pdl=pdl,
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Which thread holds what in the Gluon kernels. A `cut` is (split, side, blocks, row blocks): `split` warps share the
-blocks of a row, `side` of them stand side by side in rows, and a warp takes `row blocks` x `blocks` a step."""
+"""Which thread holds what in the Gluon kernels. A `cut` is (split, blocks, row blocks): `split` warps share the blocks
+of a row, and a warp takes `row blocks` x `blocks` a step."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,12 +12,11 @@ def _log(value: int) -> list[int]:
 
 @gluon.constexpr_function
 def _block_layout(cut, registers, lanes, size):
-    """[row blocks, blocks, size]: `registers` and `lanes` place a block in a warp, which has a run of row blocks; then
-    come the warps side by side, and those that share the blocks."""
-    split, side, blocks, rows = cut
+    """[row blocks, blocks, size]: `registers` and `lanes` place a block in a warp."""
+    split, blocks, rows = cut
     registers = registers + [[0, split * i, 0] for i in _log(blocks)] + [[i, 0, 0] for i in _log(rows)]
-    warps = [[rows * i, 0, 0] for i in _log(side)] + [[0, i, 0] for i in _log(split)]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [side * rows, split * blocks, size])
+    warps = [[0, i, 0] for i in _log(split)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, split * blocks, size])
 
 
 @gluon.constexpr_function
@@ -45,35 +44,55 @@ def scale_layout(cut, groups):
 @gluon.constexpr_function
 def scale_copy_layout(cut, groups):
     """The same array, one or two words a lane, spread over all lanes."""
-    split, side, blocks, rows = cut
-    rest = [[0, i, 0] for i in _log(split * blocks)] + [[i, 0, 0] for i in _log(side * rows)]
-    threads = 2 + len(_log(split * side))
+    split, blocks, rows = cut
+    rest = [[0, i, 0] for i in _log(split * blocks)] + [[i, 0, 0] for i in _log(rows)]
+    threads = 2 + len(_log(split))
     spread = rest[:threads] + [[0, 0, 0]] * (threads - len(rest))
     lanes = [[0, 0, 2 * groups << i] for i in range(3)] + spread[:2]
     registers = [[0, 0, i] for i in _log(2 * groups)] + rest[threads:]
-    return gl.DistributedLinearLayout(registers, lanes, spread[2:], [], [side * rows, split * blocks, 16 * groups])
+    return gl.DistributedLinearLayout(registers, lanes, spread[2:], [], [rows, split * blocks, 16 * groups])
 
 
 @gluon.constexpr_function
 def column_layout(cut, columns):
     """Activations [columns, 64 x blocks]: eight consecutive values a lane in each half of a block."""
-    split, side, blocks, _ = cut
+    split, blocks, _ = cut
     registers = [[0, 1], [0, 2], [0, 4], [0, 32]] + [[8 * i, 0] for i in _log(columns // 8)]
     registers += [[0, 64 * split * i] for i in _log(blocks)]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    warps = [[0, 0] for _ in _log(side)] + [[0, 64 * i] for i in _log(split)]
+    warps = [[0, 64 * i] for i in _log(split)]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [columns, 64 * split * blocks])
 
 
 @gluon.constexpr_function
 def column_copy_layout(cut, columns):
     """The same array, 16 bytes a lane along a column."""
-    split, side, blocks, _ = cut
+    split, blocks, _ = cut
     rest = [[0, 8 * i] for i in _log(8 * split * blocks)] + [[i, 0] for i in _log(columns)]
-    threads = 5 + len(_log(split * side))
+    threads = 5 + len(_log(split))
     spread = rest[:threads] + [[0, 0]] * (threads - len(rest))
     registers = [[0, 1], [0, 2], [0, 4], *rest[threads:]]
     return gl.DistributedLinearLayout(registers, spread[:5], spread[5:], [], [columns, 64 * split * blocks])
+
+
+@gluon.constexpr_function
+def out_layout(split, rows, columns):
+    """Results [rows, columns]: sixteen rows and two columns a warp, gate and up of a pair in one thread."""
+    spread = [[0, i] for i in _log(columns)]
+    threads = 1 + len(_log(split))
+    registers = spread[threads:] + [[16 * i, 0] for i in _log(rows // 16)]
+    lanes = [[1, 0], [2, 0], [4, 0], [8, 0], spread[0]]
+    return gl.DistributedLinearLayout(registers, lanes, spread[1:threads], [], [rows, columns])
+
+
+@gluon.constexpr_function
+def join_layout(split, rows, columns):
+    """The sums [split, rows, columns] of the warps, all of a result in the thread that stores it."""
+    spread = [[0, 0, i] for i in _log(columns)]
+    threads = 1 + len(_log(split))
+    registers = [[i, 0, 0] for i in _log(split)] + spread[threads:] + [[0, 16 * i, 0] for i in _log(rows // 16)]
+    lanes = [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], spread[0]]
+    return gl.DistributedLinearLayout(registers, lanes, spread[1:threads], [], [split, rows, columns])
 
 
 @gluon.constexpr_function

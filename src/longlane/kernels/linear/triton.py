@@ -46,8 +46,7 @@ def stream_many(x: Tensor, matrices: Sequence[Tiles], outs: Sequence[Tensor] | N
     for tiles, out in zip(matrices, results, strict=True):
         assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
         assert out.shape == (len(x), tiles.outputs), out.shape
-    for tiles, out in zip(matrices, results, strict=True):
-        gluon.stream(x, tiles, out, card)
+    gluon.stream(x, matrices, results, card)
     return results
 
 

@@ -1,0 +1,54 @@
+"""How the streaming product cuts its matrices into programs and steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from longlane.kernels.linear.tiles import BLOCK, COLUMNS, Tiles
+
+# Warps that share the blocks of a row: a constant, because it fixes the bits of every column.
+SPLIT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How `_stream` cuts a matrix, for speed alone: a warp takes `row_blocks` x `blocks` a step, `stages` steps are in
+    flight."""
+
+    blocks: int
+    row_blocks: int
+    stages: int
+
+
+def plan(tiles: Tiles, columns: int, shared_bytes: int) -> Plan:
+    """The fastest cut of an H200 (`bench/results/log.md`), made smaller until it fits the shared memory of a program.
+    No cut changes the bits."""
+    cut = _fastest(tiles, columns)
+
+    def need(cut: Plan) -> int:
+        weights = cut.row_blocks * BLOCK[tiles.kind] * 4
+        return cut.stages * SPLIT * cut.blocks * (weights + 2 * COLUMNS * columns)
+
+    while need(cut) > shared_bytes and cut.stages > 2:
+        cut = replace(cut, stages=cut.stages - 1)
+    return cut if need(cut) <= shared_bytes else replace(cut, blocks=1)
+
+
+def _fastest(tiles: Tiles, columns: int) -> Plan:
+    row_blocks, wide = tiles.data.shape[0], columns > 8
+    if tiles.paired:
+        return Plan(1, 2, 4 if wide else 6)
+    if columns > 16:
+        return Plan(1, 1, 4)
+    if row_blocks < 512:
+        return Plan(2, 1, 4)
+    if row_blocks < 4096:
+        return Plan(2, 2, 4)
+    return Plan(1, 2, 4) if wide else Plan(2, 1, 4)
+
+
+def side_by_side(matrices: Sequence[Tiles], columns: int, shared_bytes: int) -> list[Plan]:
+    """A launch has the shared memory of its largest program: beside packed blocks, dense ones come one a step."""
+    cuts = [plan(tiles, columns, shared_bytes) for tiles in matrices]
+    if len({tiles.kind for tiles in matrices}) == 1:
+        return cuts
+    return [replace(cut, blocks=1) if tiles.kind == "bf16" else cut for tiles, cut in zip(matrices, cuts, strict=True)]
