@@ -28,7 +28,7 @@ from longlane.models.registry import cache_spec
 PLANNED = frozenset(
     {"weights", "kv_dtype", "gdn_state", "max_concurrency", "max_context", "kv_capacity", "device_state_slots"}
     | {"prefix_reuse", "host_kv_mib", "prefill_chunk", "spec", "draft_tokens", "lm_head_draft", "cuda_graph"}
-    | {"concurrent_prefill"}
+    | {"concurrent_prefill", "decode_floor", "overlap"}
 )
 VISION_TOKENS = 8192
 # Geometries whose vision tower is `artifact.geometry.VISION`.

@@ -2,17 +2,24 @@
 
 import json
 import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from longlane.artifact.container import Artifact
 from longlane.artifact.convert import Options, convert
+from longlane.artifact.inventory import GEOMETRIES
 from longlane.artifact.locate import find
-from longlane.cli.plan import parse_size, plan
+from longlane.cli.plan import PLANNED, parse_size, plan
+from longlane.config import EngineConfig
+from longlane.engine.planning import plan_request, sections
 from longlane.errors import ConfigError
+from longlane.memory.plan import PlanRequest
+from longlane.models.registry import cache_spec
 
 ORDER = (
     "--geometry qwen3.8-27b --vram {vram} --kv-dtype {codec} --max-concurrency {lanes} --max-context 262144 "
@@ -76,6 +83,26 @@ def test_what_is_planned_is_what_serve_would_plan(app: typer.Typer) -> None:
     assert kv_tokens("--no-prefix-reuse") == kv_tokens("--device-state-slots 0 --host-kv-mib 0") > kv_tokens("")
     assert kv_tokens("--no-cuda-graph") > kv_tokens("")
     assert kv_tokens("--host-kv-mib 0") > kv_tokens("")
+
+
+OTHER = {"kv_dtype": "fp8", "gdn_state": "bf16", "spec": "mtp", "decode_floor": 0.0, "max_concurrency": 3}
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(EngineConfig)])
+def test_what_changes_the_plan_of_serve_is_a_flag_of_plan(field: str) -> None:
+    """But for arithmetic that no card is planned with, and what a plan is told as sizes."""
+    base = EngineConfig(model="m", max_concurrency=2, spec="lookup")
+    text = GEOMETRIES["qwen3.8-27b"]
+
+    def asked(config: EngineConfig) -> PlanRequest:
+        spec = cache_spec(text, mtp="mtp" in config.spec)
+        weights = dict.fromkeys(sections(config), 1)
+        return plan_request(config, text, spec, weights, device=torch.device("cuda"), device_bytes=1)
+
+    now = getattr(base, field)
+    other = OTHER.get(field, not now if isinstance(now, bool) else 3 if now is None or isinstance(now, int) else now)
+    changes = asked(replace(base, **{field: other})) != asked(base)
+    assert not changes or field in PLANNED, f"--{field} changes what serve plans, so plan must take it"
 
 
 def test_lookups_are_planned_for_without_a_draft_head(app: typer.Typer) -> None:
