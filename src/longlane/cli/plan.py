@@ -18,7 +18,7 @@ from longlane.cli.options import HELP, MODEL, pick, takes
 from longlane.cli.tables import print_plan
 from longlane.config import EngineConfig
 from longlane.engine.flags import check_flags
-from longlane.engine.planning import plan_request, sections
+from longlane.engine.planning import check_states, plan_request, sections
 from longlane.errors import ConfigError
 from longlane.memory.plan import GIB, MIB
 from longlane.memory.planner import make_plan
@@ -63,6 +63,7 @@ def plan(
     tower = _tower(path, geometry) if vision_tokens else None
     weights = weight_bytes(config, path, sections(engine, vision=bool(vision_tokens)), engine.weights, tower)
     spec = cache_spec(config, mtp="mtp" in engine.spec)
+    check_states(engine, spec)
     request = plan_request(engine, config, spec, weights, device=torch.device("cuda"), device_bytes=size)
     made = make_plan(replace(request, vision_tokens=vision_tokens))
     if as_json:

@@ -36,17 +36,31 @@ def check_model(config: EngineConfig, path: Path, device: torch.device) -> None:
     check_flags(replace(config, host_kv_mib=mib))
     text = open_resources(path).config
     spec = cache_spec(text, mtp="mtp" in config.spec, source=path)
+    check_states(config, spec)
     weights = weight_bytes(text, path, sections(config), config.weights)
     request = plan_request(config, text, spec, weights, device=device, device_bytes=free_bytes(config, device))
     plan = make_plan(request)
     if config.disk_cache:
-        check_disk(spec, pages=(mib << 20) // page_bytes(spec, plan.kv_dtype), states=host_states(config))
+        check_disk(pages=(mib << 20) // page_bytes(spec, plan.kv_dtype), states=host_states(config))
 
 
-def check_disk(spec: CacheSpec, *, pages: int, states: int) -> None:
+def check_states(config: EngineConfig, spec: CacheSpec) -> None:
+    """Raises `ConfigError` for a flag about recurrent states of a model that has none. Tiers below the device need
+    them too."""
+    if spec.gdn_layers:
+        return
+    asked = (
+        ("--disk-cache", config.disk_cache),
+        ("--host-kv-mib", config.host_kv_mib),
+        ("--gdn-state", config.gdn_state != "fp32"),
+    )
+    for flag, given in asked:
+        if given:
+            raise ConfigError(f"{flag} has no effect without recurrent layers, and this model has none; leave it out")
+
+
+def check_disk(*, pages: int, states: int) -> None:
     """Raises `ConfigError` for a disk cache that nothing would ever reach through `pages` and `states` on the host."""
-    if not spec.gdn_layers:
-        raise ConfigError("--disk-cache keeps recurrent states, and this model has none; leave it out")
     if not pages or not states:
         flag = "--host-state-slots" if pages else "--host-kv-mib"
         raise ConfigError(f"--disk-cache has no effect where the host holds no page or no state; ask for more {flag}")

@@ -125,6 +125,7 @@ def test_lookups_are_planned_for_without_a_draft_head(app: typer.Typer) -> None:
         ("--geometry qwen3.8-27b --vram 10GiB", "which leaves no page"),
         ("--geometry qwen3.8-27b --lm-head-draft", "--lm-head-draft has no effect without --spec mtp"),
         ("--geometry qwen3.8-27b --draft-tokens 3", "--draft-tokens has no effect without --spec mtp"),
+        ("demo --gdn-state bf16", "--gdn-state has no effect without recurrent layers"),
         ("nowhere --vram 24", "--vram 24 is 24 bytes"),
     ],
 )

@@ -18,7 +18,7 @@ from longlane.engine.loop import Engine
 from longlane.engine.planning import check_disk, host_states, sections
 from longlane.errors import ConfigError, LonglaneError, PlanError
 from longlane.text.tokenizer import Tokenizer
-from longlane.types import CacheSpec, Loading, Ready, Request, SamplingParams
+from longlane.types import Loading, Ready, Request, SamplingParams
 from support.toy_engine import run
 
 CONFIG = EngineConfig(model="tiny", dtype="float64", max_context=512, max_concurrency=2)
@@ -149,14 +149,24 @@ def test_what_cannot_be_is_refused_in_one_line_before_weights_are_read(monkeypat
     assert "\n" not in refused.value.message
 
 
-@pytest.mark.parametrize(
-    ("gdn_layers", "pages", "states", "words"),
-    [(0, 9, 9, "recurrent states"), (1, 0, 9, "--host-kv-mib"), (1, 9, 0, "--host-state-slots")],
-)
-def test_a_disk_cache_that_nothing_would_reach_is_refused(gdn_layers, pages, states, words):
-    spec = CacheSpec(kv_layers=1, kv_heads=1, head_dim=64, gdn_layers=gdn_layers)
+@pytest.mark.parametrize(("pages", "states", "words"), [(0, 9, "--host-kv-mib"), (9, 0, "--host-state-slots")])
+def test_a_disk_cache_that_nothing_would_reach_is_refused(pages, states, words):
     with pytest.raises(ConfigError, match=words):
-        check_disk(spec, pages=pages, states=states)
+        check_disk(pages=pages, states=states)
+
+
+@pytest.mark.parametrize(
+    ("flag", "changes"),
+    [
+        ("--disk-cache", {"host_kv_mib": 64, "disk_cache": Path("/nowhere")}),
+        ("--host-kv-mib", {"host_kv_mib": 64}),
+        ("--gdn-state", {"gdn_state": "bf16"}),
+    ],
+)
+def test_flags_about_states_are_refused_for_a_model_without_them(monkeypatch, flag, changes):
+    monkeypatch.setattr(startup, "load_model", lambda *args, **options: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=f"{flag} has no effect without recurrent layers"):
+        load(replace(CONFIG, model="demo", **changes))
 
 
 @pytest.mark.parametrize("weights", ["bf16", "groupwise-int"])
