@@ -89,7 +89,7 @@ def test_a_launch_fills_any_card(sms: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     route = interpreted("attention")
     card = DeviceProperties(sms=sms, shared_bytes=99 << 10, capability=(8, 9))
-    for plain, resident in ((True, 3), (False, 4)):
+    for plain, resident in ((True, 2), (False, 4)):
         for kv_heads in (1, 2, 4, 8):
             splits = route.short.splits(card, kv_heads, plain=plain)
             assert 16 <= splits <= 128

@@ -21,21 +21,28 @@ def dot(a, b, acc, EXACT: tl.constexpr):
 
 
 @triton.jit
-def queries(
-    q, where, real, GROUPS: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    PLANAR: tl.constexpr,
-):  # fmt: skip
+def _apart(x, COUNT: tl.constexpr):
+    """x [A, B, COUNT] as a tuple of COUNT tiles [A, B]."""
+    if COUNT == 1:
+        out = (tl.reshape(x, [x.shape[0], x.shape[1]]),)
+    else:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], COUNT // 2, 2]))
+        even, odd = _apart(even, COUNT // 2), _apart(odd, COUNT // 2)
+        out = ()  # type: ignore[assignment]
+        for i in tl.static_range(COUNT // 2):
+            out = out + (even[i], odd[i])  # type: ignore[assignment]
+    return out
+
+
+@triton.jit
+def queries(q, where, real, GROUPS: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
     """The queries that begin at `where` [8] as planes: tile g PER + i [WIDTH / PER, 8] holds the dimensions i, PER + i,
-    2 PER + i, ... of group g. They lie one after the other if PLANAR. Zeros where not real."""
+    2 PER + i, ... of group g. Zeros where not real."""
     out = ()
-    for n in tl.static_range(GROUPS * PER):
-        g, i = n // PER, n % PER
-        if PLANAR:
-            d = g * WIDTH + i * (WIDTH // PER) + tl.arange(0, WIDTH // PER)
-        else:
-            d = g * WIDTH + PER * tl.arange(0, WIDTH // PER) + i
-        tile = tl.load(q + where[None, :] + d[:, None], mask=real[None, :] & (d < D)[:, None], other=0.0)
-        out = out + (tile,)  # type: ignore[assignment]
+    for g in tl.static_range(GROUPS):
+        d = g * WIDTH + tl.arange(0, WIDTH // PER)[:, None, None] * PER + tl.arange(0, PER)[None, None, :]
+        tile = tl.load(q + where[None, :, None] + d, mask=real[None, :, None] & (d < D), other=0.0)
+        out = out + _apart(tile, PER)
     return out
 
 
@@ -62,20 +69,6 @@ def _keys(
 
 
 @triton.jit
-def _apart(x, COUNT: tl.constexpr):
-    """x [A, COUNT] as a tuple of COUNT tiles [A]."""
-    if COUNT == 1:
-        out = (tl.reshape(x, [x.shape[0]]),)
-    else:
-        even, odd = tl.split(tl.reshape(x, [x.shape[0], COUNT // 2, 2]))
-        even, odd = _apart(even, COUNT // 2), _apart(odd, COUNT // 2)
-        out = ()  # type: ignore[assignment]
-        for i in tl.static_range(COUNT // 2):
-            out = out + (even[i], odd[i])  # type: ignore[assignment]
-    return out
-
-
-@triton.jit
 def scores(
     q, k, k_scales, directions, cell, SLICES: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr,
     PER: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROW_SCALE: tl.constexpr, EXACT: tl.constexpr,
@@ -87,9 +80,9 @@ def scores(
         totals = totals + (tl.zeros([64, 8], tl.float32),)  # type: ignore[assignment]
     if KIND != "raw":
         # All groups at once and without a mask: less than four bytes a thread, or masked, is not copied ahead.
-        g = tl.arange(0, GROUPS)[None, :]
+        g = tl.arange(0, GROUPS)[None, None, :]
         group = g * 0 + cell if ROW_SCALE else cell * GROUPS + g
-        scale = _apart(tl.load(k_scales + group * 64 + t), GROUPS)
+        scale = _apart(tl.load(k_scales + group * 64 + t[:, :, None]), GROUPS)
     for g in tl.static_range(GROUPS):
         tiles = _keys(k, directions, cell, g, t, KIND, GROUPS, PER, D, WIDTH, EXACT)
         new = ()
@@ -98,7 +91,7 @@ def scores(
             for i in tl.static_range(PER):
                 part = dot(tiles[i], q[(n * GROUPS + g) * PER + i], part, EXACT)
             if KIND != "raw":
-                part = totals[n] + part * scale[g].to(tl.float32)[:, None]
+                part = totals[n] + part * scale[g].to(tl.float32)
             new = new + (part,)  # type: ignore[assignment]
         totals = new
     return totals

@@ -8,7 +8,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longlane.kernels.attention.rotation import Rotation
-from longlane.kernels.kv_codec import decode
 from longlane.kernels.kv_codec.codes import ROTATED_K
 from longlane.kernels.kv_codec.encode import hadamard
 from longlane.kernels.kv_codec.layout import RAW_BYTES
@@ -43,10 +42,10 @@ def _prepare(
     v_stride, eps,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, CODEC: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
-    TURN: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr,
+    TURN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one token as a tile [BLOCK, WIDTH]: of HQ queries, HK keys and as many values. TURN: values that a
-    rotation of the codec takes together, 0 if none; then queries lie in planes, PER of them a group."""
+    rotation of the codec takes together, 0 if none."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, BLOCK)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     DTYPE: tl.constexpr = q.dtype.element_ty
@@ -57,12 +56,10 @@ def _prepare(
     if head < HQ:
         source = q + token * q_stride + head * D
         y = turned(source, q_weight, cos + angles, sin + angles, i, eps, D, HALF, NORM, DTYPE)
-        place = i
         if TURN:
             flat = tl.reshape(y.to(tl.float32), [BLOCK * WIDTH // TURN, TURN])
             y = tl.reshape(hadamard(flat, BLOCK * WIDTH // TURN, TURN), [BLOCK, WIDTH]).to(DTYPE)
-            place = i // 64 * 64 + i % PER * (64 // PER) + i % 64 // PER
-        tl.store(out + (token * HQ + head) * D + place, y, mask=i < D)
+        tl.store(out + (token * HQ + head) * D + i, y, mask=i < D)
     elif head < HQ + HK:
         cell, slot = _cell(page, offset, token, head - HQ, HK)
         source = k + token * k_stride + (head - HQ) * D
@@ -92,7 +89,6 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, pages: KVPages,
         pages.k_scale, pages.v_scale, rows.page, rows.offset, q.stride(0), k.stride(0), v.stride(0), rotation.eps,
         HQ=heads, HK=kv_heads, D=size, HALF=half, NORM=normed, CODEC="raw" if raw else pages.codec,
         GROUPS=1 if raw else size // 64, BLOCK=1 if raw else triton.next_power_of_2(size // 64), WIDTH=width,
-        K_BYTES=pages.k.shape[-1], V_BYTES=pages.v.shape[-1], TURN=turn,
-        PER=decode.PLANES[decode.kinds(pages.codec)[0]], PDL=pdl, num_warps=1, launch_pdl=pdl,
+        K_BYTES=pages.k.shape[-1], V_BYTES=pages.v.shape[-1], TURN=turn, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return out

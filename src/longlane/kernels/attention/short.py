@@ -16,7 +16,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from longlane.kernels.attention.limits import PARTS
 from longlane.kernels.attention.operands import dot, queries, scores, value_scales, values, woven
 from longlane.kernels.kv_codec import decode
-from longlane.kernels.kv_codec.codes import ROTATED_K
 from longlane.kernels.kv_codec.pages import KVPages
 from longlane.kernels.launch import DeviceProperties, properties
 from longlane.kernels.ragged import Ragged
@@ -30,8 +29,8 @@ UNIT = 2
 
 def splits(card: DeviceProperties, kv_heads: int, *, plain: bool) -> int:
     """Programs that share a row and KV head: as many as are resident at once when one lane has the card, which holds
-    three of them a multiprocessor over plain pages, whose tiles are large, and four over codes."""
-    return min(PARTS, max(16, (3 if plain else 4) * card.sms // kv_heads))
+    two of them a multiprocessor over plain pages, whose tiles are large, and four over codes."""
+    return min(PARTS, max(16, (2 if plain else 4) * card.sms // kv_heads))
 
 
 @triton.jit
@@ -62,7 +61,7 @@ def _short(
     KV_HEADS: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_PER: tl.constexpr, V_PER: tl.constexpr, ROW_SCALE: tl.constexpr,
     SLICES: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, SHORT: tl.constexpr,
-    PLANAR: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Part of one split for COLUMNS tokens of one row and KV head, whose EACH heads a token fill SLICES of 8 queries:
     its sum of values in partial [tokens, heads, SPLITS, D], and its peak and mass."""
@@ -85,7 +84,7 @@ def _short(
             n, first_token, kv_head, start, length, origin, split, HEADS, EACH, COLUMNS, SPLITS
         )
         where = (start + token).to(tl.int64) * q_stride + head * D
-        query = query + queries(q, where, real, GROUPS, K_PER, D, WIDTH, PLANAR)
+        query = query + queries(q, where, real, GROUPS, K_PER, D, WIDTH)
         position = position + (context + token,)  # type: ignore[assignment]
         peak = peak + (tl.full([8], float("-inf"), tl.float32),)  # type: ignore[assignment]
         mass = mass + (tl.zeros([64, 8], tl.float32),)  # type: ignore[assignment]
@@ -171,6 +170,6 @@ def attend(
         KV_HEADS=kv_heads, EACH=group, D=size, GROUPS=groups, WIDTH=width, K_KIND=k_kind, V_KIND=v_kind,
         K_PER=decode.PLANES[k_kind], V_PER=decode.PLANES[v_kind], ROW_SCALE=pages.codec == "fp8",
         SLICES=triton.cdiv(columns * group, 8), COLUMNS=columns, SPLITS=count, UNIT=UNIT, SHORT=SHORT,
-        PLANAR=pages.codec in ROTATED_K, EXACT=exact, PDL=pdl,
+        EXACT=exact, PDL=pdl,
         num_warps=4, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -85,10 +85,8 @@ def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot:
     lengths, card, kv_heads = rows.lengths(), properties(q), pages.k.shape[1]
     out = torch.empty(tokens, heads, size, dtype=q.dtype, device=q.device)
     if min(lengths) <= short.SHORT:
-        planar = q
-        if pages.codec in ROTATED_K:
-            planar = decode.rotate(pages.codec, q, decode.PLANES[decode.kinds(pages.codec)[0]])
-        _short(planar, pages, rows, out, scale=scale, first_slot=first_slot)
+        turned = decode.rotate(pages.codec, q) if pages.codec in ROTATED_K else q
+        _short(turned, pages, rows, out, scale=scale, first_slot=first_slot)
     if max(lengths) > short.SHORT:
         some = rows.rows * kv_heads * triton.cdiv(max(lengths) * (heads // kv_heads), long.blocks(card)[0])
         count = long.parts(card, some, rows.block_table.shape[1])
@@ -101,7 +99,7 @@ def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot:
 
 
 def _short(q: Tensor, pages: KVPages, rows: Ragged, out: Tensor, *, scale: float, first_slot: int) -> Tensor:
-    """The rows of up to SHORT tokens into out, from queries in planes."""
+    """The rows of up to SHORT tokens into out, from queries turned as the keys are."""
     heads, size = q.shape[1:]
     count = short.splits(properties(q), pages.k.shape[1], plain=pages.codec in RAW_BYTES)
     for first, last in short.runs(rows.lengths()):

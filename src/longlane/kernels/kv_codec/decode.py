@@ -153,8 +153,8 @@ def expand(pages: KVPages, table: Tensor, first: int, count: int, last: Tensor, 
 
 @triton.jit
 def _rotate(
-    x, out, x_stride, rows, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    x, out, x_stride, rows, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, SIZE)
@@ -166,20 +166,19 @@ def _rotate(
     value = tl.load(x + source, mask=inside, other=0.0).to(tl.float32)
     BLOCKS: tl.constexpr = ROWS * SIZE // BLOCK
     value = tl.reshape(hadamard(tl.reshape(value, [BLOCKS, BLOCK]), BLOCKS, BLOCK), [ROWS, SIZE])
-    target = r.to(tl.int64)[:, None] * SIZE + (d // 64 * 64 + d % PER * (64 // PER) + d % 64 // PER)[None, :]
+    target = r.to(tl.int64)[:, None] * SIZE + d[None, :]
     tl.store(out + target, value.to(out.dtype.element_ty), mask=inside)
 
 
-def rotate(codec: str, x: Tensor, per: int = 1) -> Tensor:
-    """`codes.rotate` of x [N, heads, head_dim] in its dtype, head_dim a power of two; the result is contiguous. With
-    `per` planes, those of a group lie one after the other."""
+def rotate(codec: str, x: Tensor) -> Tensor:
+    """`codes.rotate` of x [N, heads, head_dim] in its dtype, head_dim a power of two; the result is contiguous."""
     tokens, heads, size = x.shape
     assert x.stride()[1:] == (size, 1), x.stride()
     out = torch.empty(tokens, heads, size, dtype=x.dtype, device=x.device)
     rows, pdl = tokens * heads, properties(x).dependent_launch
     _rotate[(triton.cdiv(rows, 4),)](
         x, out, x.stride(0), rows,
-        HEADS=heads, SIZE=size, BLOCK=size if codec == "fp8" else GROUP, PER=per, ROWS=4, PDL=pdl,
+        HEADS=heads, SIZE=size, BLOCK=size if codec == "fp8" else GROUP, ROWS=4, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
