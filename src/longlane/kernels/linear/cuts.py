@@ -48,7 +48,13 @@ def _fastest(tiles: Tiles, columns: int) -> Plan:
 
 def side_by_side(matrices: Sequence[Tiles], columns: int, shared_bytes: int) -> list[Plan]:
     """A launch has the shared memory of its largest program: beside packed blocks, dense ones come one a step."""
-    cuts = [plan(tiles, columns, shared_bytes) for tiles in matrices]
-    if len({tiles.kind for tiles in matrices}) == 1:
-        return cuts
-    return [replace(cut, blocks=1) if tiles.kind == "bf16" else cut for tiles, cut in zip(matrices, cuts, strict=True)]
+    mixed = len({tiles.kind for tiles in matrices}) > 1
+    many = len(matrices) > 1 and sum(tiles.data.shape[0] for tiles in matrices) >= 512
+
+    def cut(tiles: Tiles) -> Plan:
+        if many and columns == 16 and tiles.kind != "bf16":
+            return Plan(1, 2, 4)
+        alone = plan(tiles, columns, shared_bytes)
+        return replace(alone, blocks=1) if mixed and tiles.kind == "bf16" else alone
+
+    return [cut(tiles) for tiles in matrices]
