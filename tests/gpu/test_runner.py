@@ -173,10 +173,11 @@ def test_parts_that_are_given_back_cost_nothing_and_can_be_had_again(caplog):
 
 
 def test_what_is_refused_early_counts_no_more_weights_than_are_placed():
+    """Tiles pad the narrow matrices of the tiny hybrid to nearly twice their size, which nothing is refused for."""
     _, ready = startup.load(CONFIG, lambda loading: None)
     path = resolve(CONFIG.model)
     known = weight_bytes(open_resources(path).config, path, sections(CONFIG), CONFIG.weights)
-    assert 0.9 * ready.model.weights_bytes < sum(known.values()) <= ready.model.weights_bytes
+    assert ready.model.weights_bytes / 2 < sum(known.values()) <= ready.model.weights_bytes
 
 
 def test_capture_stays_within_the_plan(capsys):
