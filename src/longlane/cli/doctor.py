@@ -69,8 +69,8 @@ def doctor(
 
 
 def _plan(model: str, device: torch.device) -> MemoryPlan | str:
-    """What `serve` would allocate without further flags, or why it cannot. The weights count as they are stored: the
-    CPU's routes unpack them and take up to twice as much."""
+    """What `serve` would allocate without further flags, or why it cannot. The weights count as on a card: the CPU's
+    routes unpack them and take up to twice as much."""
     text, path = model_config(model, None)
     engine = EngineConfig(model=model, device=str(device))
     spec, weights = cache_spec(text, mtp=False), weight_bytes(text, path, sections(engine), engine.weights)

@@ -52,6 +52,10 @@ def check_states(config: EngineConfig, spec: CacheSpec) -> None:
     asked = (
         ("--disk-cache", config.disk_cache),
         ("--host-kv-mib", config.host_kv_mib),
+        ("--host-state-slots", config.host_state_slots),
+        ("--max-private-continuations", config.max_private_continuations),
+        ("--max-shared-prefixes", config.max_shared_prefixes),
+        ("--device-state-slots", config.device_state_slots),
         ("--gdn-state", config.gdn_state != "fp32"),
     )
     for flag, given in asked:

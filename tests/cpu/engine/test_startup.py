@@ -160,6 +160,7 @@ def test_a_disk_cache_that_nothing_would_reach_is_refused(pages, states, words):
     [
         ("--disk-cache", {"host_kv_mib": 64, "disk_cache": Path("/nowhere")}),
         ("--host-kv-mib", {"host_kv_mib": 64}),
+        ("--device-state-slots", {"device_state_slots": 4}),
         ("--gdn-state", {"gdn_state": "bf16"}),
     ],
 )
