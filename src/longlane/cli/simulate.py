@@ -38,8 +38,8 @@ def simulate(
 ) -> None:
     """Run the engine's own scheduler and admission over a virtual clock and the cost model of a card.
 
-    The other flags and their defaults are those of serve. A KV pool that is auto is the card's published one; a
-    scenario brings its own lanes and turns nobody away.
+    The other flags and their defaults are those of serve. A KV pool that is auto is the card's published one, a chunk
+    that is auto 1024 tokens on every card; a scenario brings its own lanes and turns nobody away.
     """
     config: EngineConfig = pick(EngineConfig, {"model": preset_name, **values})
     check(config)

@@ -141,7 +141,8 @@ class Machine:
         pages, slots = PagePool(config.kv_capacity // PAGE), SlotPool(2 * config.max_concurrency)
         page_bytes, slot_bytes = PAGE * cost.kv_bytes, int(STATE_BYTES / 2)
         tree = PrefixTree(pages, slots, stateful=True, page_bytes=page_bytes, slot_bytes=slot_bytes)
-        self._memory = Memory(pages, slots, config.kv_capacity, tree=tree, mover=Still())
+        # No bound but the pool, so that a refusal names the flag that there is.
+        self._memory = Memory(pages, slots, config.kv_capacity + PAGE, tree=tree, mover=Still())
         self._drafting = Drafting(config.draft_tokens if config.spec == "mtp" else 0)
         self._coming: list[tuple[float, int, Ask]] = []
         self._following: dict[str, list[tuple[int, Ask]]] = {}

@@ -77,6 +77,8 @@ def check_plot(path: Path | None) -> None:
         return
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    if path.suffix != ".png":
+        raise ConfigError(f"--plot {path}: a plot is a PNG image; name a file that ends in .png")
     if not path.parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it, or name another")
 

@@ -52,6 +52,7 @@ def test_a_scenario_is_a_table():
         (["--scenario", "lanes", "--draft-tokens", "3"], "--draft-tokens has no effect without --spec"),
         (["--scenario", "lanes", "--spec", "lookup"], "--spec lookup"),
         (["--scenario", "lanes", "--kv-capacity", "63"], "less than a page"),
+        (["--scenario", "lanes", "--kv-capacity", "128"], "may have 128 (--kv-capacity)"),
         (["--scenario", "lanes", "--max-concurrency", "4"], "--max-concurrency is of a --trace"),
         (["--scenario", "lanes", "--pending-timeout-ms", "30000"], "--pending-timeout-ms is of a --trace"),
         (["--trace", "/nowhere"], "/nowhere"),
@@ -120,6 +121,8 @@ def test_a_plot_needs_matplotlib_and_a_place_before_anything_is_simulated(tmp_pa
         return result.exception.message
 
     assert "there is no folder /nowhere" in refused("/nowhere/a.png")
+    assert "name a file that ends in .png" in refused(str(tmp_path / "a.xyz"))
+    assert "name a file that ends in .png" in refused(str(tmp_path))
     monkeypatch.setattr(tables, "find_spec", lambda name: None)
     assert "matplotlib" in refused(str(tmp_path / "a.png"))
 
