@@ -30,15 +30,8 @@ class Server:
         artifact = folder / "tiny.ninfer"
         subprocess.run([*LONGLANE, "convert", "tiny", str(artifact)], check=True, timeout=120, capture_output=True)
         flags = ["--max-concurrency", "4", "--spec", "mtp", "--draft-tokens", "3", "--kv-dtype", "rk4v4-e8"]
-        flags += [
-            "--no-thinking",
-            "--port",
-            str(PORT),
-            "--request-log-jsonl",
-            str(folder / "log.jsonl"),
-            "--model-id",
-            MODEL,
-        ]
+        flags += ["--no-thinking", "--port", str(PORT), "--model-id", MODEL]
+        flags += ["--request-log-jsonl", str(folder / "log.jsonl")]
         self.printed, self.log = folder / "printed", folder / "log.jsonl"
         with self.printed.open("wb") as out:
             command = [*LONGLANE, "serve", str(artifact), *flags]
