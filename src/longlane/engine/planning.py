@@ -40,8 +40,7 @@ def check_model(config: EngineConfig, path: Path, device: torch.device) -> None:
     weights = weight_bytes(text, path, sections(config), config.weights)
     request = plan_request(config, text, spec, weights, device=device, device_bytes=free_bytes(config, device))
     plan = make_plan(request)
-    if config.disk_cache:
-        check_disk(pages=(mib << 20) // page_bytes(spec, plan.kv_dtype), states=host_states(config))
+    check_tiers(config, pages=(mib << 20) // page_bytes(spec, plan.kv_dtype), states=host_states(config))
 
 
 def check_states(config: EngineConfig, spec: CacheSpec) -> None:
@@ -63,11 +62,13 @@ def check_states(config: EngineConfig, spec: CacheSpec) -> None:
             raise ConfigError(f"{flag} has no effect without recurrent layers, and this model has none; leave it out")
 
 
-def check_disk(*, pages: int, states: int) -> None:
-    """Raises `ConfigError` for a disk cache that nothing would ever reach through `pages` and `states` on the host."""
-    if not pages or not states:
-        flag = "--host-state-slots" if pages else "--host-kv-mib"
-        raise ConfigError(f"--disk-cache has no effect where the host holds no page or no state; ask for more {flag}")
+def check_tiers(config: EngineConfig, *, pages: int, states: int) -> None:
+    """Raises `ConfigError` for tiers that were asked for and that nothing would ever reach through `pages` and `states`
+    on the host."""
+    flag = "--disk-cache" if config.disk_cache else "--host-kv-mib"
+    if (config.disk_cache or config.host_kv_mib) and not (pages and states):
+        more = "--host-state-slots" if pages else "--host-kv-mib"
+        raise ConfigError(f"{flag} has no effect where the host holds no page or no state; ask for more {more}")
 
 
 def plan_memory(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> MemoryPlan:

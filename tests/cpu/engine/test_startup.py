@@ -15,7 +15,7 @@ from longlane.config import EngineConfig
 from longlane.engine import startup
 from longlane.engine.flags import check_flags
 from longlane.engine.loop import Engine
-from longlane.engine.planning import check_disk, host_states, sections
+from longlane.engine.planning import check_tiers, host_states, sections
 from longlane.errors import ConfigError, LonglaneError, PlanError
 from longlane.text.tokenizer import Tokenizer
 from longlane.types import Loading, Ready, Request, SamplingParams
@@ -149,10 +149,14 @@ def test_what_cannot_be_is_refused_in_one_line_before_weights_are_read(monkeypat
     assert "\n" not in refused.value.message
 
 
-@pytest.mark.parametrize(("pages", "states", "words"), [(0, 9, "--host-kv-mib"), (9, 0, "--host-state-slots")])
-def test_a_disk_cache_that_nothing_would_reach_is_refused(pages, states, words):
-    with pytest.raises(ConfigError, match=words):
-        check_disk(pages=pages, states=states)
+@pytest.mark.parametrize("asked", [{"disk_cache": Path("x")}, {"host_kv_mib": 1}])
+@pytest.mark.parametrize(("pages", "states", "more"), [(0, 9, "--host-kv-mib"), (9, 0, "--host-state-slots")])
+def test_tiers_that_nothing_would_reach_are_refused(asked, pages, states, more):
+    (flag,) = ("--" + name.replace("_", "-") for name in asked)
+    with pytest.raises(ConfigError, match=f"^{flag} has no effect .*ask for more {more}$"):
+        check_tiers(replace(CONFIG, **asked), pages=pages, states=states)
+    check_tiers(replace(CONFIG, **asked), pages=1, states=1)
+    check_tiers(CONFIG, pages=pages, states=states)
 
 
 @pytest.mark.parametrize(
