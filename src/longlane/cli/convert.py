@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
+from longlane.artifact import locate, report
+from longlane.artifact.container import Artifact, is_artifact
 from longlane.artifact.writer import MAX_FILE_BYTES
 from longlane.errors import ConfigError
 
@@ -41,20 +43,14 @@ def convert(
     An artifact is copied into the other container version, its payload unchanged.
     """
     from longlane.artifact import convert as conversion
-    from longlane.artifact import locate, report
-    from longlane.artifact.container import is_artifact
 
     path, draft_head = locate.find(source), _draft_head(draft_head_rows, draft_counts, draft_text)
     if container == "v2" and max_file_bytes != MAX_FILE_BYTES:
         raise ConfigError("--max-file-bytes is of container v3: one of v2 is one file; leave it out")
+    _check_kept(path, name, weights, dflash2_model, draft_head)
     if is_artifact(path):
-        _refuse(
-            f"{path} is an artifact, which keeps its weights and its name", weights, name, dflash2_model, draft_head
-        )
         _copy(path, target, container, max_file_bytes, force)
         return
-    if path.is_file():
-        _refuse(f"{path} is one file, whose weights stay as they are", weights, dflash2_model, draft_head)
     options = conversion.Options(
         weights=weights or "groupwise-int",
         container=container,
@@ -73,9 +69,13 @@ def _draft_head(rows: int | None, counts: Path | None, text: Path | None) -> "Dr
     return DraftHead(rows=rows, counts=counts, text=text) if rows or counts or text else None
 
 
-def _refuse(reason: str, *asked: object) -> None:
-    """The source keeps what these flags would change."""
-    if any(asked):
+def _check_kept(source: Path, name: str | None, *of_weights: object) -> None:
+    """Raises `ConfigError` for flags that would change what this source keeps."""
+    if is_artifact(source):
+        reason, asked = f"{source} is an artifact, which keeps its weights and its name", any((name, *of_weights))
+    else:
+        reason, asked = f"{source} is one file, whose weights stay as they are", source.is_file() and any(of_weights)
+    if asked:
         raise ConfigError(
             f"{reason}: leave out the flags about them, or convert the original directory (--container, "
             "--max-file-bytes and --force apply to any source)"
@@ -83,7 +83,6 @@ def _refuse(reason: str, *asked: object) -> None:
 
 
 def _copy(source: Path, target: Path, container: Container, max_file_bytes: int, force: bool) -> None:
-    from longlane.artifact.container import Artifact
     from longlane.artifact.rewrite import rewrite
 
     with Artifact.open(source) as artifact:
