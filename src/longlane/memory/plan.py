@@ -52,7 +52,7 @@ class PlanRequest:
     """Inputs of `make_plan`. Bytes are absolute; `weights` is bytes by part (text, mtp, draft head, vision).
 
     `width` is the widest activation of one token in values (gate and up together for a SwiGLU block).
-    `kv_capacity` None fills what fits, at most lanes x max_context; `prefill_chunk` None is as `chunk_tokens` says.
+    `kv_capacity` None fills what fits, at most lanes x max_context; `prefill_chunk` is as `chunk_tokens` says.
     `state_slots` counts images beside the lanes' own. `vision_tokens` 0 means no vision tower, `host_arena` that pages
     and states spill to the host. `dtype` is that of the arithmetic, a name of `VALUE_BYTES`. `concurrent`: chunks may
     run beside rounds.
@@ -78,6 +78,13 @@ class PlanRequest:
     host_arena: bool = False
     driver_bytes: int = DRIVER_BYTES
     reserve_bytes: int = RESERVE_BYTES
+
+
+def sized(size: int, *, up: bool) -> str:
+    """Bytes in words. What is needed is rounded `up` and what is there down, so that the figure itself is enough."""
+    unit, name = (GIB, "GiB") if size >= GIB else (MIB, "MiB")
+    hundredths = -(-size * 100 // unit) if up else size * 100 // unit
+    return f"{hundredths / 100:.2f} {name}"
 
 
 def choose_context(asked: int | None, native: int) -> int:
@@ -135,12 +142,11 @@ def record_bytes(spec: CacheSpec, dtype: str = "bf16") -> int:
 
 
 def chunk_tokens(req: PlanRequest) -> int:
-    """Most tokens of a chunk. A card unpacks every matrix once a chunk, so a large one makes chunks as large as its
-    memory can spare; elsewhere they gain nothing by it."""
-    if req.prefill_chunk is not None:
-        return req.prefill_chunk
+    """Most tokens of a chunk, at most those of a context. A card unpacks every matrix once a chunk, so a large one
+    makes chunks as large as its memory can spare; elsewhere they gain nothing by it."""
     most = req.device_bytes * CHUNK_SHARE if req.driver_bytes else 0
-    return next((size for size in CHUNKS if size * activation_bytes(req) <= most), CHUNKS[-1])
+    auto = next((size for size in CHUNKS if size * activation_bytes(req) <= most), CHUNKS[-1])
+    return min(req.prefill_chunk or auto, req.max_context)
 
 
 def activation_bytes(req: PlanRequest) -> int:

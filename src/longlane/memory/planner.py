@@ -10,7 +10,7 @@ from typing import Any
 from longlane.config import MAX_LANES
 from longlane.errors import PlanError
 from longlane.kernels.kv_codec.layout import CODECS, GROUP, divides
-from longlane.memory.plan import GIB, MIB, PAGE, PlanRequest, chunk_tokens, fixed_pools, page_bytes
+from longlane.memory.plan import MIB, PAGE, PlanRequest, chunk_tokens, fixed_pools, page_bytes, sized
 from longlane.types import MemoryPlan, Pool
 
 # A chunk that a refusal proposes: below it a prefill reads all weights for little.
@@ -64,10 +64,11 @@ def _check(req: PlanRequest) -> None:
     if req.max_context < 1:
         raise PlanError(f"--max-context {req.max_context} must be positive")
     if req.kv_capacity is not None and not req.max_context <= req.kv_capacity <= req.lanes * req.max_context:
-        raise PlanError(
-            f"--kv-capacity {req.kv_capacity} must lie between --max-context {req.max_context} and "
-            f"{req.lanes * req.max_context} (lanes x context)"
-        )
+        most = req.lanes * req.max_context
+        right = f"lie between --max-context {req.max_context} and {most} (lanes x context)"
+        if req.lanes == 1:
+            right = f"be {most} with one lane, as --max-context is; change that, or leave --kv-capacity out"
+        raise PlanError(f"--kv-capacity {req.kv_capacity} must {right}")
 
 
 def _refusal(req: PlanRequest, fits: int, least: int) -> str:
@@ -75,17 +76,17 @@ def _refusal(req: PlanRequest, fits: int, least: int) -> str:
     pools, page = fixed_pools(req), page_bytes(req.spec, req.kv_dtype)
     fixed = sum(pool.bytes for pool in pools)
     left = req.device_bytes - fixed
-    back = ", ".join(f"{flag} {size / GIB:.2f} GiB" for flag, size in _given_back(req, fixed))
+    back = ", ".join(f"{flag} ({sized(size, up=False)})" for flag, size in _given_back(req, fixed))
     back = f"given back by {back}; " if back else ""
     if left < 2 * page:
         largest = max(pools, key=lambda pool: pool.bytes)
         return (
-            f"device memory: the pools besides KV need {fixed / GIB:.2f} GiB of "
-            f"{req.device_bytes / GIB:.2f} GiB (the largest, {largest.name}, {largest.bytes / GIB:.2f} GiB), "
-            f"which leaves no page; {back}it would fit into {(fixed + (least + 1) * page) / GIB:.2f} GiB, "
+            f"device memory: the pools besides KV need {sized(fixed, up=True)} of "
+            f"{sized(req.device_bytes, up=False)} (the largest, {largest.name}, {sized(largest.bytes, up=True)}), "
+            f"which leaves no page; {back}it would fit into {sized(_enough(req, (least + 1) * page), up=True)}, "
             "less with smaller weights"
         )
-    need = f"{least * PAGE:,} tokens at {page // PAGE:,} B each are {(least + 1) * page / GIB:.2f} GiB"
+    need = f"{least * PAGE:,} tokens at {page // PAGE:,} B each are {sized((least + 1) * page, up=True)}"
     cures = [_shrunk(req, fits)]
     usable = [codec for codec in CODECS if divides(codec, req.spec.head_dim)]
     for codec in sorted(usable, key=lambda c: -page_bytes(req.spec, c)):
@@ -93,7 +94,17 @@ def _refusal(req: PlanRequest, fits: int, least: int) -> str:
         if size < page and left // size - 1 >= least:
             cures.append(f"--kv-dtype {codec}")
             break
-    return f"KV pool: {need}, and {left / GIB:.2f} GiB are left for it; {back}nearest that fits: {' or '.join(cures)}"
+    return (
+        f"KV pool: {need}, and {sized(left, up=False)} are left for it; {back}nearest that fits: {' or '.join(cures)}"
+    )
+
+
+def _enough(req: PlanRequest, kv: int) -> int:
+    """Bytes of the smallest larger device on which `kv` bytes of pages fit: a larger one may make larger chunks."""
+    size = req.device_bytes
+    while (need := kv + sum(pool.bytes for pool in fixed_pools(replace(req, device_bytes=size)))) > size:
+        size = need
+    return size
 
 
 def _given_back(req: PlanRequest, fixed: int) -> list[tuple[str, int]]:

@@ -24,6 +24,7 @@ from longlane.memory.plan import (
     fixed_pools,
     page_bytes,
     prefill_attention,
+    sized,
     state_bytes,
 )
 from longlane.memory.planner import make_plan
@@ -74,6 +75,12 @@ def test_a_large_card_computes_larger_chunks(gib, chunk):
 
 def test_a_chunk_that_is_asked_for_is_taken():
     assert make_plan(request(device_bytes=141 * GIB, prefill_chunk=512)).prefill_chunk == 512
+
+
+@pytest.mark.parametrize("asked", [None, 100_000])
+def test_no_chunk_is_longer_than_a_context(asked):
+    small = {"device_bytes": 141 * GIB, "max_context": 300}
+    assert make_plan(request(prefill_chunk=asked, **small)) == make_plan(request(prefill_chunk=300, **small))
 
 
 def test_chunks_beside_rounds_have_a_workspace_of_their_own():
@@ -182,12 +189,10 @@ def test_a_refusal_says_what_each_flag_gives_back(gib: int, kind: str) -> None:
     req = request(device_bytes=gib * GIB, concurrent=True, host_arena=True, kv_dtype="bf16")
     with pytest.raises(PlanError, match=kind) as caught:
         make_plan(req)
-    named = re.findall(r"(--[a-z-]+(?: \w+)?) (\d+\.\d\d) GiB[,;]", caught.value.message)
+    named = re.findall(r"(--[a-z-]+(?: \w+)?) \((\d+\.\d\d [GM]iB)\)[,;]", caught.value.message)
     assert {flag for flag, _ in named} == FIELDS.keys()
-    assert [float(size) for _, size in named] == sorted((float(size) for _, size in named), reverse=True)
-    for flag, size in named:
-        smaller = fixed_bytes(replace(req, **FIELDS[flag]))  # type: ignore[arg-type]
-        assert (fixed_bytes(req) - smaller) / GIB == pytest.approx(float(size), abs=0.0051), flag
+    sizes = {flag: fixed_bytes(req) - fixed_bytes(replace(req, **FIELDS[flag])) for flag, _ in named}  # type: ignore[arg-type]
+    assert named == [(flag, sized(size, up=False)) for flag, size in sorted(sizes.items(), key=lambda each: -each[1])]
 
 
 def fixed_bytes(req: PlanRequest) -> int:
@@ -200,6 +205,29 @@ def test_a_refusal_names_no_flag_that_is_set_already() -> None:
         make_plan(request(device_bytes=16 * GIB, draft_tokens=0, **tight))
 
 
+@pytest.mark.parametrize("driver_bytes", [0, 448 * MIB])
+@pytest.mark.parametrize("context", [64, 4096, 262144])
+@pytest.mark.parametrize("weights", [10 * MIB, 16 * GIB, 60 * GIB])
+def test_the_figure_that_a_refusal_names_is_enough(weights: int, context: int, driver_bytes: int) -> None:
+    asked = {"weights": {"text": weights}, "max_context": context, "lanes": 1, "driver_bytes": driver_bytes}
+    with pytest.raises(PlanError, match="which leaves no page") as caught:
+        make_plan(request(device_bytes=1_000_000, **asked))
+    found = re.search(r"would fit into (\S+) (\S+),", caught.value.message)
+    assert found is not None
+    enough = int(float(found[1]) * {"MiB": MIB, "GiB": GIB}[found[2]])
+    assert make_plan(request(device_bytes=enough, **asked)).guaranteed_context == context
+    assert "of 0.95 MiB" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("size", "up", "down"),
+    [(0, "0.00 MiB", "0.00 MiB"), (MIB + 1, "1.01 MiB", "1.00 MiB"), (GIB, "1.00 GiB", "1.00 GiB"),
+     (GIB - 1, "1024.00 MiB", "1023.99 MiB"), (19 * GIB + 1, "19.01 GiB", "19.00 GiB")],
+)  # fmt: skip
+def test_what_is_needed_is_rounded_up_and_what_is_there_down(size: int, up: str, down: str) -> None:
+    assert (sized(size, up=True), sized(size, up=False)) == (up, down)
+
+
 def test_heads_that_no_coded_format_divides_are_not_advised_one() -> None:
     narrow = msgspec.structs.replace(QWEN_27B, head_dim=80)
     with pytest.raises(PlanError, match="--kv-dtype int8 needs heads of a multiple of 64 values, the model's have 80"):
@@ -210,7 +238,7 @@ def test_heads_that_no_coded_format_divides_are_not_advised_one() -> None:
 
 
 def test_weights_that_do_not_fit_are_named() -> None:
-    with pytest.raises(PlanError, match=r"weights: text, 16\.67 GiB"):
+    with pytest.raises(PlanError, match=r"weights: text, 16\.68 GiB"):
         make_plan(request(device_bytes=16 * GIB))
 
 
@@ -219,6 +247,7 @@ def test_weights_that_do_not_fit_are_named() -> None:
     [
         ({"kv_capacity": 1000}, "--kv-capacity 1000 must lie between --max-context 262144 and 524288"),
         ({"kv_capacity": 600_000}, "--kv-capacity 600000"),
+        ({"kv_capacity": 600_000, "lanes": 1}, "--kv-capacity 600000 must be 262144 with one lane"),
         ({"lanes": 17}, "--max-concurrency 17 is outside 1 to 16"),
         ({"kv_dtype": "q4_0"}, "--kv-dtype q4_0 is not known"),
         ({"max_context": 0}, "--max-context 0 must be positive"),
