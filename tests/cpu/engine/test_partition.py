@@ -7,6 +7,7 @@ from dataclasses import replace
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -233,3 +234,13 @@ def test_memory_for_chunks_beside_rounds_is_planned_only_where_rounds_are_captur
     }
     assert {"workspace", "CUDA graphs"} <= grown
     assert planned(experts, concurrent_prefill=True) == planned(experts, concurrent_prefill=False)
+
+
+def test_of_the_host_weights_that_are_there_have_taken_theirs(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 << 30))
+    info = SimpleNamespace(weights_bytes=1 << 30)
+    spec = CacheSpec(kv_layers=1, kv_heads=1, head_dim=64, query_heads=2, hidden=64)
+    text = {"vocab_size": 256, "max_position_embeddings": 4096, "intermediate_size": 128, "hidden_size": 64}
+    loaded = SimpleNamespace(spec=spec, info=info, config=text)
+    plan = plan_memory(replace(LANES, memory_bytes=None), loaded, torch.device("cpu"))
+    assert plan.device_bytes == 4 << 30
