@@ -3,17 +3,27 @@
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longlane.artifact.container import Artifact
-from longlane.artifact.inventory import Section, tensor_bytes
+from longlane.artifact.inventory import Item, Section, inventory, tensor_bytes
+from longlane.artifact.layouts import DIRECT
 from longlane.artifact.schema import Entry
 from longlane.config import WeightsMode
 from longlane.errors import ConfigError
 
 BF16_BYTES = 2
+SUM_BYTES, ID_BYTES = 4, 8
 # The flags that ask for a section.
 ASKED_BY = {"mtp": "--spec mtp", "draft_head": "--lm-head-draft", "vision": "--vision"}
+
+
+class Plain(NamedTuple):
+    """How weights lie where no kernel multiplies tiles. value: bytes of a dense value. packed: whether packed matrices
+    stay so, or become dense too."""
+
+    value: int
+    packed: bool
 
 
 def weight_bytes(
@@ -22,36 +32,55 @@ def weight_bytes(
     sections: Sequence[Section],
     mode: WeightsMode,
     tower: dict[str, Any] | None = None,
+    plain: Plain | None = None,
 ) -> dict[str, int]:
-    """Bytes of each section on a card: what an artifact holds, else what the inventory of `config` adds up to.
+    """Bytes of each section as it is placed: what an artifact holds, else what the inventory of `config` adds up to.
 
     config: the text model's. path: the artifact or directory it came from, None for a released geometry. tower: the
-    configuration of the vision tower, by default the released one. Raises ConfigError for a section that is not there.
+    configuration of the vision tower, by default the released one. plain: how they lie, None for a card's tiles.
+    Raises ConfigError for a section that is not there.
     """
+    tied = bool(config.get("tie_word_embeddings"))
     if path is None or path.is_dir():
         if "mtp" in sections and not config.get("mtp_num_hidden_layers"):
             raise ConfigError(f"{path}: its config.json has no MTP head (mtp_num_hidden_layers); leave out --spec mtp")
         # As `serve` loads a directory that nothing was said about.
         form = mode if mode != "auto" else "bf16" if path else "groupwise-int"
-        return {part: tensor_bytes(config, [part], weights=form, vision=tower) for part in sections}
+        if plain is None:
+            return {part: tensor_bytes(config, [part], weights=form, vision=tower) for part in sections}
+        items = {part: inventory(config, [part], weights=form, vision=tower) for part in sections}
+        return {part: sum(_laid_out(item.name, item, plain, tied) for item in items[part]) for part in sections}
     if mode != "auto":
         raise ConfigError(f"{path} keeps the formats it was made with; leave out --weights, or name its directory")
     held: dict[str, int] = dict.fromkeys(sections, 0)
     with Artifact.open(path) as artifact:
         owner: dict[str, str] = {}
         for name, parts in artifact.parameters.items():
+            owner |= {part.object: name for part in parts}
+        for object, name in owner.items():
             section = "draft_head" if name.startswith("text/draft_head") else name.partition("/")[0]
-            owner |= {part.object: section for part in parts}
-        for object, section in owner.items():
             if section in held:
-                held[section] += _placed(artifact.objects[object])
+                entry = artifact.objects[object]
+                held[section] += _tiled(entry) if plain is None else _laid_out(name, entry, plain, tied)
     if missing := [part for part, size in held.items() if not size]:
         cure = f"leave out {ASKED_BY[missing[0]]}" if missing[0] in ASKED_BY else "convert it again"
         raise ConfigError(f"{path} holds no {missing[0]} tensors; {cure}")
     return held
 
 
-def _placed(entry: Entry) -> int:
+def _laid_out(name: str, item: Item | Entry, plain: Plain, tied: bool) -> int:
+    """Dense matrices lie in the dtype of the arithmetic, whatever multiplies no activations in that of sums. An
+    embedding that is no output head stays packed: only its rows are taken."""
+    if item.format in DIRECT:
+        if item.format == "int32":
+            return prod(item.shape) * ID_BYTES
+        multiplies = len(item.shape) > 1 and not name.endswith("/convolution")
+        return prod(item.shape) * (plain.value if multiplies else max(SUM_BYTES, plain.value))
+    stays = plain.packed or (name == "text/token_embedding" and not tied)
+    return item.bytes if stays else prod(item.shape) * plain.value
+
+
+def _tiled(entry: Entry) -> int:
     """A matrix of plain values multiplies in bf16, however it is stored."""
     wide = entry.format == "fp32" and len(entry.shape) > 1
     return prod(entry.shape) * BF16_BYTES if wide else entry.bytes

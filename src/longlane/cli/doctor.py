@@ -9,13 +9,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longlane.artifact.sizes import weight_bytes
 from longlane.cli.machine import ceilings, check_room, describe, hazards
 from longlane.cli.options import MODEL
 from longlane.cli.plan import model_config
 from longlane.cli.tables import human_bytes, print_plan
 from longlane.config import EngineConfig
-from longlane.engine.planning import free_bytes, plan_request, sections
+from longlane.engine.planning import free_bytes, placed_weights, plan_request
 from longlane.engine.startup import choose_device
 from longlane.errors import PlanError
 from longlane.kernels.selftest import Check, checks
@@ -69,11 +68,12 @@ def doctor(
 
 
 def _plan(model: str, device: torch.device) -> MemoryPlan | str:
-    """What `serve` would allocate without further flags, or why it cannot. The weights count as on a card: the CPU's
-    routes unpack them and take up to twice as much."""
+    """What `serve` would allocate without further flags, or why it cannot. The copy of packed weights that the CPU's
+    fast route makes when it first runs is not counted."""
     text, path = model_config(model, None)
     engine = EngineConfig(model=model, device=str(device))
-    spec, weights = cache_spec(text, mtp=False), weight_bytes(text, path, sections(engine), engine.weights)
+    assert path is not None
+    spec, weights = cache_spec(text, mtp=False), placed_weights(engine, text, path, device)
     size = free_bytes(engine, device)
     try:
         return make_plan(plan_request(engine, text, spec, weights, device=device, device_bytes=size))

@@ -11,13 +11,15 @@ import torch
 
 from longlane.artifact.inventory import SECTIONS, Section
 from longlane.artifact.resources import open_resources
-from longlane.artifact.sizes import weight_bytes
+from longlane.artifact.sizes import Plain, weight_bytes
 from longlane.config import EngineConfig
 from longlane.engine.flags import check_flags, concurrent
 from longlane.errors import ConfigError
+from longlane.kernels.linear import on_tiles
 from longlane.memory.plan import (
     DRIVER_BYTES,
     HOST_KV_MIB,
+    VALUE_BYTES,
     PlanRequest,
     activation_width,
     choose_context,
@@ -28,6 +30,8 @@ from longlane.memory.planner import make_plan
 from longlane.models.registry import LoadedModel, cache_spec
 from longlane.types import CacheSpec, MemoryPlan
 
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
+
 
 def check_model(config: EngineConfig, path: Path, device: torch.device) -> None:
     """Raises a `LonglaneError` for flags that cannot be served with this model on this machine, as far as that is
@@ -37,7 +41,7 @@ def check_model(config: EngineConfig, path: Path, device: torch.device) -> None:
     text = open_resources(path).config
     spec = cache_spec(text, mtp="mtp" in config.spec, source=path)
     check_states(config, spec)
-    weights = weight_bytes(text, path, sections(config), config.weights)
+    weights = placed_weights(config, text, path, device)
     request = plan_request(config, text, spec, weights, device=device, device_bytes=free_bytes(config, device))
     plan = make_plan(request)
     check_tiers(config, pages=(mib << 20) // page_bytes(spec, plan.kv_dtype), states=host_states(config))
@@ -111,6 +115,19 @@ def plan_request(
         host_arena=bool(host_kv_mib(config, device) and spec.gdn_layers),
         driver_bytes=DRIVER_BYTES if on_card else 0,
     )
+
+
+def placed_weights(config: EngineConfig, text: dict[str, Any], path: Path, device: torch.device) -> dict[str, int]:
+    """Bytes by part of the weights as the flags place them on a device. text: the text model's configuration."""
+    dtype = compute_dtype(config, device)
+    tiles = on_tiles(device, DTYPES[dtype])
+    plain = None if tiles else Plain(VALUE_BYTES[dtype], packed=fast(config))
+    return weight_bytes(text, path, sections(config), config.weights, plain=plain)
+
+
+def fast(config: EngineConfig) -> bool:
+    """Whether the flags ask for the fast routes of a device: float32 and float64 by name are the exact ones."""
+    return config.dtype in ("auto", "bf16")
 
 
 def compute_dtype(config: EngineConfig, device: torch.device) -> str:

@@ -16,9 +16,11 @@ from longlane.config import EngineConfig
 from longlane.engine.flags import check_flags, concurrent
 from longlane.engine.loop import Engine
 from longlane.engine.planning import (
+    DTYPES,
     can_be_captured,
     check_model,
     compute_dtype,
+    fast,
     host_kv_mib,
     host_states,
     plan_memory,
@@ -47,8 +49,6 @@ Progress = Callable[[Loading], None]
 # More of them do not fill pinned buffers any faster: 8.7 GB/s on the reference machine, 0.4 with all of its 16 cores.
 COPY_THREADS = 8
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
-
 
 def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
     """Load the model, allocate what the plan says, run one request through. Raises a `LonglaneError` that says what to
@@ -64,8 +64,7 @@ def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
         path,
         device=device,
         dtype=DTYPES[compute_dtype(config, device)],
-        # float32 and float64 by name are the exact routes.
-        packed=config.dtype in ("auto", "bf16"),
+        packed=fast(config),
         weights=config.weights,
         mtp="mtp" in config.spec,
         draft_head=config.lm_head_draft,

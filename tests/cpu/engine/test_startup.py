@@ -1,6 +1,7 @@
 """From flags to an engine: what is chosen, what is allocated, what is refused."""
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,11 @@ import torch
 from longlane.artifact.convert import Options, convert
 from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
-from longlane.artifact.sizes import weight_bytes
 from longlane.config import EngineConfig
 from longlane.engine import startup
 from longlane.engine.flags import check_flags
 from longlane.engine.loop import Engine
-from longlane.engine.planning import check_tiers, host_states, sections
+from longlane.engine.planning import check_tiers, host_states, placed_weights
 from longlane.errors import ConfigError, LonglaneError, PlanError
 from longlane.text.tokenizer import Tokenizer
 from longlane.types import Loading, Ready, Request, SamplingParams
@@ -129,7 +129,7 @@ TIERS = {"host_kv_mib": 64, "disk_cache": Path("/nowhere")}
         ({"model": "nowhere"}, LonglaneError, "nowhere"),
         ({"max_context": 10**9}, PlanError, "--max-context 1000000000"),
         ({"memory_bytes": 1 << 20}, PlanError, "device memory"),
-        ({"memory_bytes": 1151 << 20, "max_context": 32_768, "kv_dtype": "float32"}, PlanError, "KV pool"),
+        ({"memory_bytes": 1270 << 20, "max_context": 32_768, "kv_dtype": "float32"}, PlanError, "KV pool"),
         ({"kv_capacity": 1 << 20}, PlanError, "--kv-capacity"),
         ({"spec": "mtp", "draft_tokens": 9}, PlanError, "--draft-tokens 9: --spec mtp takes 1 to 5"),
         ({"max_concurrency": 17}, PlanError, "--max-concurrency 17 is outside 1 to 16"),
@@ -174,14 +174,26 @@ def test_flags_about_states_are_refused_for_a_model_without_them(monkeypatch, fl
         load(replace(CONFIG, model="demo", **changes))
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "float64"])
 @pytest.mark.parametrize("weights", ["bf16", "groupwise-int"])
-def test_what_weights_are_known_to_take_is_no_more_than_they_do(tmp_path, weights):
-    """So that nothing is refused early that would fit."""
+def test_what_weights_take_is_known_before_they_are_read(tmp_path, weights, dtype):
+    """So that nothing is refused early that would fit, or late that would not."""
     convert(resolve("tiny"), artifact := tmp_path / "tiny.ninfer", Options(weights=weights), quiet=True)
-    config = replace(CONFIG, model=str(artifact), dtype="auto", spec="mtp")
-    sizes = weight_bytes(open_resources(artifact).config, artifact, sections(config), "auto")
-    placed = load(config)[1].model.weights_bytes
-    assert placed / 2.5 < sum(sizes.values()) <= placed
+    for model in (artifact, resolve("tiny")):
+        form = "auto" if model == artifact else weights
+        config = replace(CONFIG, model=str(model), dtype=dtype, spec="mtp", weights=form)
+        sizes = placed_weights(config, open_resources(model).config, model, torch.device("cpu"))
+        placed = load(config)[1].model.weights_bytes
+        assert placed * 0.999 < sum(sizes.values()) <= placed * 1.001
+
+
+def test_memory_that_a_refusal_calls_enough_is_enough():
+    config = replace(CONFIG, dtype="auto", max_context=8192)
+    with pytest.raises(PlanError, match="would fit into") as refused:
+        load(replace(config, memory_bytes=1_000_000))
+    found = re.search(r"would fit into (\S+) GiB", refused.value.message)
+    assert found is not None
+    assert load(replace(config, memory_bytes=int(float(found[1]) * 2**30)))[1].plan.max_context == 8192
 
 
 def test_an_mtp_head_that_is_not_there_is_not_waited_for(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longlane.config import GdnState
-from longlane.engine.startup import DTYPES
+from longlane.engine.planning import DTYPES
 from longlane.errors import PlanError
 from longlane.kernels.kv_codec.layout import CODECS
 from longlane.layers.batch import new_caches
