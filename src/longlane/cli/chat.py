@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import signal
+import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from typing import Annotated, Any, TypeVar
@@ -37,11 +39,11 @@ class Background:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for `work`; Ctrl-C cancels it and is raised here."""
+        """Wait for `work`; a signal that ends or interrupts the program cancels it and is raised here."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             future.cancel()
             raise
 
@@ -81,9 +83,14 @@ def chat(
             messages.append({"role": "assistant", "content": "".join(parts)})
 
 
+def _leave(number: int, _: object) -> None:
+    """Ends the program as any end does, engine and sockets included, with the status of the signal."""
+    sys.exit(128 + number)
+
+
 @contextlib.contextmanager
 def _loaded(state: ServerState, console: Console) -> Iterator[Background]:
-    background = Background()
+    background, before = Background(), signal.signal(signal.SIGTERM, _leave)
     try:
         with LoadingBars(console) as bars:
             background.run(state.engine.start(bars))
@@ -91,6 +98,7 @@ def _loaded(state: ServerState, console: Console) -> Iterator[Background]:
     finally:
         background.run(state.engine.stop())
         background.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _questions() -> Iterator[str]:

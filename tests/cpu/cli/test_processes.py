@@ -32,9 +32,12 @@ class Server:
     def __init__(self, directory: Path, environment: dict[str, str]) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self.out, self.err, self.log = (directory / name for name in ("out", "err", "log.jsonl"))
+        self.temporary = directory / "tmp"
+        self.temporary.mkdir()
         command = [*LONGLANE, "serve", "tiny", *SMALL, "--port", str(port), "--request-log-jsonl", str(self.log)]
         with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.process = subprocess.Popen([*command, "--api-key", "k3y"], stdout=out, stderr=err, env=environment)
+            here = environment | {"TMPDIR": str(self.temporary)}
+            self.process = subprocess.Popen([*command, "--api-key", "k3y"], stdout=out, stderr=err, env=here)
 
     def wait_for(self, status: int, path: str) -> None:
         deadline = time.monotonic() + 120
@@ -69,6 +72,7 @@ def test_a_server_from_its_start_to_its_end(server: Server) -> None:
         *_, last = [line for line in lines if line]
     assert last == "data: [DONE]" or "shutting down" in last
     assert server.process.wait(60) == 0
+    assert list(server.temporary.iterdir()) == []
     told = [line.partition(": ")[2] for line in server.err.read_text().splitlines() if "longlane.api.server" in line]
     assert told[0] == "told to stop: no new request is taken, the open ones (1) have 8 s to end"
     assert told[1:] == ["stopped: the engine has ended"]
@@ -86,6 +90,7 @@ def test_a_server_told_to_stop_while_loading(server: Server) -> None:
     server.wait_for(503, "/ready")
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0
+    assert list(server.temporary.iterdir()) == []
 
 
 def test_what_the_engine_refuses_ends_the_program(environment: dict[str, str]) -> None:
@@ -105,6 +110,30 @@ def test_one_answer_in_the_terminal(environment: dict[str, str]) -> None:
     assert re.fullmatch(
         r"TTFT \d+ ms \| prefill [\d.]+ t/s \(\d+ tokens\) \| decode [\d.]+ t/s \(\d+ tokens\) .*", last
     )
+
+
+@pytest.mark.parametrize("when", ["loading", "asking", "answering"])
+def test_a_conversation_that_is_told_to_end_leaves_nothing_behind(
+    tmp_path: Path, environment: dict[str, str], when: str
+) -> None:
+    command = [*LONGLANE, "chat", "tiny", *SMALL, "--no-thinking", "--greedy"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment | {"TMPDIR": str(tmp_path)}, text=True, **pipes) as chat:
+        try:
+            if when == "answering":
+                chat.stdin.write("Count from 1 to 50.\n")
+                chat.stdin.flush()
+            if when != "loading":
+                chat.stdout.read(2 if when == "asking" else 8)
+            deadline = time.monotonic() + 120
+            while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert list(tmp_path.iterdir())
+            chat.terminate()
+            assert chat.wait(30) == 128 + signal.SIGTERM
+        finally:
+            chat.kill()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
