@@ -48,7 +48,7 @@ def describe(head: bytes) -> tuple[str, str] | None:
         return "a safetensors file", "pass the directory it is in, with its config.json"
     return (
         "no artifact (wrong magic number)",
-        "an artifact starts with NINFER; convert the model with 'longlane convert'",
+        "name an artifact (it starts with NINFER), a Hugging Face directory or a GGUF file",
     )
 
 

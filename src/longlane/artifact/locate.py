@@ -28,6 +28,8 @@ def find(name: str) -> Path:
     `demo` is SmolLM2-135M-Instruct out of an installed package, `tiny` the small hybrid of the source checkout;
     anything else is a path. Raises CheckpointError with the nearest path there is.
     """
+    if not name.strip():
+        raise CheckpointError("the name of the model is empty; use a path, or one of the names demo and tiny")
     path = Path(name).expanduser()
     if path.exists():
         return path

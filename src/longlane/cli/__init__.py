@@ -39,10 +39,21 @@ class Commands(TyperGroup):
         return args[0], load(args[0]), args[1:]
 
 
+class Command(TyperCommand):
+    """Says what is wrong with a value without the words of the library that checked it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
 def load(name: str) -> Any:
     """The command in `longlane.cli.<name>`, ready to run."""
     single = typer.Typer(**PLAIN)
-    single.command(name=name)(getattr(importlib.import_module(f"longlane.cli.{name}"), name))
+    single.command(name=name, cls=Command)(getattr(importlib.import_module(f"longlane.cli.{name}"), name))
     return typer.main.get_command(single)
 
 

@@ -81,7 +81,8 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"--vram {text!r} is not a size; write for instance 32760MiB, 24GiB or a number of bytes")
     size = int(float(found[1]) * UNITS[found[2].upper()])
     if size < UNITS["MIB"] and not found[2]:
-        raise ConfigError(f"--vram {text} is {size} bytes; for gibibytes write {text.strip()}GiB")
+        unit = "MiB" if size >= 1024 else "GiB"
+        raise ConfigError(f"--vram {text} is {size} bytes; if {unit} are meant, write {text.strip()}{unit}")
     return size
 
 

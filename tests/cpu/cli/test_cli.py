@@ -77,6 +77,9 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: py
         (["serve", "nothing-here"], "nothing-here"),
         (["chat", "nothing-here"], "nothing-here"),
         (["serve", "tiny", "--log-level", "loud"], "--log-level loud"),
+        (["serve", ""], "the name of the model is empty"),
+        (["chat", " "], "the name of the model is empty"),
+        (["serve", str(ROOT / "README.md")], "name an artifact (it starts with NINFER), a Hugging Face directory or a"),
         (["serf", "tiny"], "there is no command 'serf'; one of serve, chat"),
         (["serve", "tiny", "--host", "999.1.1.1"], "127.0.0.1 for itself alone"),
         (["serve", "tiny", "--api-key", ""], "--api-key is empty"),
@@ -143,3 +146,4 @@ def test_a_flag_out_of_range_stops_before_anything_is_loaded(args: list[str]) ->
     result = CliRunner().invoke(app, ["serve", "tiny", *args])
     assert result.exit_code == 2
     assert args[0] in result.output
+    assert "Value error" not in result.output

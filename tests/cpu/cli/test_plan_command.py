@@ -197,6 +197,7 @@ def test_what_is_no_size(text: str) -> None:
         parse_size(text)
 
 
-def test_a_size_that_lacks_its_unit() -> None:
-    with pytest.raises(ConfigError, match="--vram 24 is 24 bytes; for gibibytes write 24GiB"):
-        parse_size("24")
+@pytest.mark.parametrize(("text", "meant"), [("24", "GiB"), ("32768", "MiB")])
+def test_a_size_that_lacks_its_unit(text: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"--vram {text} is {text} bytes; if {meant} are meant, write {text}{meant}"):
+        parse_size(text)
