@@ -17,7 +17,7 @@ from longlane.api.schemas import ChatRequest
 from longlane.api.state import ServerState
 from longlane.api.thinking import END
 from longlane.api.usage import timings
-from longlane.cli.options import MODEL, pick, takes
+from longlane.cli.options import MODEL, check_switches, pick, takes
 from longlane.cli.session import LoadingBars, open_session
 from longlane.config import EngineConfig, ServerConfig
 from longlane.errors import LonglaneError
@@ -54,6 +54,7 @@ class Background:
 
 @takes(EngineConfig, ServerConfig, without=OF_A_SERVER)
 def chat(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help=MODEL)],
     prompt: Annotated[str | None, typer.Option(help="Ask this, print the answer, leave.")] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
@@ -64,7 +65,8 @@ def chat(
     """Talk to a model. Ctrl-C stops an answer, Ctrl-D ends the conversation."""
     console = Console(stderr=True, highlight=False)
     screen = Screen(console, hide_thinking)
-    engine_config = pick(EngineConfig, {"model": model, **values})
+    engine_config: EngineConfig = pick(EngineConfig, {"model": model, **values})
+    check_switches(context, engine_config)
     state = open_session(engine_config, pick(ServerConfig, values | {"default_max_tokens": max_tokens}), console)
     messages = [{"role": "system", "content": system}] if system else []
     with _loaded(state, console) as background:

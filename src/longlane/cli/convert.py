@@ -66,6 +66,8 @@ def convert(
 def _draft_head(rows: int | None, counts: Path | None, text: Path | None) -> "DraftHead | None":
     from longlane.artifact.draft_head import DraftHead
 
+    if counts and text:
+        raise ConfigError("--draft-counts and --draft-text both say how often tokens occur; leave one of them out")
     return DraftHead(rows=rows, counts=counts, text=text) if rows or counts or text else None
 
 

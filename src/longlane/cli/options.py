@@ -7,7 +7,9 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from longlane.config import MAX_LANES
+from longlane.config import MAX_LANES, EngineConfig
+from longlane.engine.flags import concurrent
+from longlane.errors import ConfigError
 
 MODEL = "An artifact, a Hugging Face directory, a GGUF file, demo or tiny."
 
@@ -135,6 +137,26 @@ def _flags(config: type, without: Collection[str]) -> list[inspect.Parameter]:
         for field in dataclasses.fields(config)
         if field.name in HELP and field.name not in without
     ]
+
+
+def given(context: typer.Context, name: str) -> bool:
+    """Whether the flag of field `name` was typed, and is no default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def check_switches(context: typer.Context, config: EngineConfig) -> None:
+    """Raises `ConfigError` for a switch that was turned on by name, as it is anyway, where it has no effect."""
+    needs = "two lanes, --cuda-graph, --overlap and a --decode-floor above 0"
+    served = {"cuda_graph": True, "overlap": True, "concurrent_prefill": concurrent(config)}
+    for name, effective in served.items():
+        flag = f"--{name.replace('_', '-')}"
+        if not (given(context, name) and getattr(config, name)):
+            continue
+        if config.device == "cpu":
+            raise ConfigError(f"{flag} has no effect on a CPU; leave it out")
+        if not effective:
+            raise ConfigError(f"{flag} has no effect without {needs}; add what is missing, or leave it out")
 
 
 def pick(config: type[Any], values: dict[str, Any]) -> Any:

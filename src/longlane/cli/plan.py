@@ -14,7 +14,7 @@ from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import weight_bytes
 from longlane.artifact.text_config import read_json
-from longlane.cli.options import HELP, MODEL, pick, takes
+from longlane.cli.options import HELP, MODEL, check_switches, pick, takes
 from longlane.cli.tables import print_plan
 from longlane.config import EngineConfig
 from longlane.engine.flags import check_flags
@@ -38,6 +38,7 @@ UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": MIB, "GIB": GIB, "KB": 10**3, "MB
 
 @takes(EngineConfig, without=HELP.keys() - PLANNED)
 def plan(
+    context: typer.Context,
     model: Annotated[str | None, typer.Argument(help=MODEL)] = None,
     geometry: Annotated[str | None, typer.Option(help=f"Instead of a model: {', '.join(GEOMETRIES)}.")] = None,
     vram: Annotated[str, typer.Option(help="Device memory, for instance 32760MiB or 24GiB.")] = "24GiB",
@@ -57,6 +58,7 @@ def plan(
     """
     engine: EngineConfig = pick(EngineConfig, {"model": model or "", **values})
     check_flags(engine)
+    check_switches(context, engine)
     size = parse_size(vram)
     config, path = model_config(model, geometry)
     vision_tokens = vision_max_tokens or (VISION_TOKENS if vision else 0)

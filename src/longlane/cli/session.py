@@ -14,7 +14,7 @@ from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
 from longlane.config import EngineConfig, FaultPolicy, ServerConfig
 from longlane.engine.client import EngineClient
-from longlane.engine.flags import check_flags
+from longlane.engine.flags import check_flags, check_policy, check_sampling
 from longlane.errors import ConfigError
 from longlane.text.frontend import Frontend
 from longlane.types import Loading
@@ -25,6 +25,8 @@ def open_session(
 ) -> ServerState:
     """Everything but the engine process. Raises a `LonglaneError` for a model or a flag that cannot be used."""
     check_flags(engine)
+    check_sampling(server)
+    check_policy(policy or FaultPolicy())
     check_folder("--disk-cache", engine.disk_cache)
     with console.status(f"opening {engine.model}"):
         path = resolve(engine.model)

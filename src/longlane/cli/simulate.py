@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from longlane.cli.options import HELP, pick, takes
+from longlane.cli.options import HELP, check_switches, given, pick, takes
 from longlane.config import EngineConfig
 from longlane.engine.flags import check_flags
 from longlane.errors import ConfigError
@@ -43,6 +43,8 @@ def simulate(
     """
     config: EngineConfig = pick(EngineConfig, {"model": preset_name, **values})
     check(config)
+    if scenario is None:
+        check_switches(context, config)
     check_plot(plot)
     if scenario is not None:
         refuse(context, OF_A_TRACE)
@@ -71,8 +73,7 @@ def check(config: EngineConfig) -> None:
 def refuse(context: typer.Context, flags: tuple[str, ...]) -> None:
     """Raises `ConfigError` for the first of `flags` that was given."""
     for name in flags:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if given(context, name):
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} is of a --trace: a scenario brings its own lanes, and turns nobody away")
 

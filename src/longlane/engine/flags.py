@@ -1,6 +1,6 @@
 """What flags mean beside each other. No torch: the server asks before it starts an engine."""
 
-from longlane.config import EngineConfig
+from longlane.config import EngineConfig, FaultPolicy, ServerConfig
 from longlane.errors import ConfigError
 
 
@@ -9,6 +9,13 @@ def check_flags(config: EngineConfig) -> None:
     reuse = config.prefix_reuse
     # None is a default that depends on the device.
     tiers = reuse and config.host_kv_mib != 0
+    default = EngineConfig(model=config.model)
+
+    def changed(name: str) -> bool:
+        return bool(getattr(config, name) != getattr(default, name))
+
+    anchors, gib = changed("auto_long_anchors"), changed("disk_cache_gib")
+    inside = changed("max_long_anchors_per_continuation")
     needs = (
         ("--draft-tokens", config.draft_tokens, config.spec != "off", "--spec mtp or lookup"),
         ("--lm-head-draft", config.lm_head_draft, "mtp" in config.spec, "--spec mtp, whose drafts it is for"),
@@ -17,11 +24,28 @@ def check_flags(config: EngineConfig) -> None:
         ("--host-state-slots", config.host_state_slots, tiers, "--prefix-reuse and --host-kv-mib"),
         ("--max-private-continuations", config.max_private_continuations, tiers, "--prefix-reuse and --host-kv-mib"),
         ("--max-shared-prefixes", config.max_shared_prefixes, tiers, "--prefix-reuse and --host-kv-mib"),
+        ("--auto-long-anchors", anchors, reuse, "--prefix-reuse"),
+        ("--disk-cache-gib", gib, config.disk_cache, "--disk-cache"),
+        ("--max-long-anchors-per-continuation", inside, tiers, "--prefix-reuse and --host-kv-mib"),
         ("--disk-cache", config.disk_cache, tiers, "--prefix-reuse and --host-kv-mib, through which all of it passes"),
     )
     for flag, asked, served, need in needs:
         if asked and not served:
             raise ConfigError(f"{flag} has no effect without {need}; add that, or leave {flag} out")
+
+
+def check_policy(policy: FaultPolicy) -> None:
+    """Raises `ConfigError` for restarts that are counted and never made."""
+    if policy.on_fault == "stop" and policy.max_restarts != FaultPolicy().max_restarts:
+        raise ConfigError("--max-restarts has no effect beside --on-fault stop; leave one of them out")
+
+
+def check_sampling(server: ServerConfig) -> None:
+    """Raises `ConfigError` for a flag about drawing beside the one that nothing is drawn."""
+    drawing = ("temperature", "top_p", "top_k", "min_p")
+    asked = next((name for name in drawing if getattr(server, name) is not None), None)
+    if server.greedy and asked:
+        raise ConfigError(f"--{asked.replace('_', '-')} has no effect beside --greedy; leave one of them out")
 
 
 def concurrent(config: EngineConfig) -> bool:

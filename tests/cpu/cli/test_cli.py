@@ -89,6 +89,18 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: py
         (["chat", "tiny", "--draft-tokens", "3"], "--draft-tokens has no effect without --spec mtp"),
         (["serve", "tiny", "--no-prefix-reuse", "--disk-cache", "x"], "--disk-cache has no effect without --prefix"),
         (["serve", str(ROOT / "pyproject.toml")], "pyproject.toml"),
+        (["serve", "tiny", "--disk-cache-gib", "3"], "--disk-cache-gib has no effect without --disk-cache"),
+        (["chat", "tiny", "--auto-long-anchors", "3", "--no-prefix-reuse"], "--auto-long-anchors has no effect"),
+        (
+            ["serve", "tiny", "--host-kv-mib", "0", "--max-long-anchors-per-continuation", "3"],
+            "--max-long-anchors",
+        ),
+        (["serve", "tiny", "--on-fault", "stop", "--max-restarts", "5"], "--max-restarts has no effect beside"),
+        (["serve", "tiny", "--greedy", "--top-k", "5"], "--top-k has no effect beside --greedy"),
+        (["chat", "tiny", "--greedy", "--temperature", "0"], "--temperature has no effect beside --greedy"),
+        (["serve", "tiny", "--device", "cpu", "--cuda-graph"], "--cuda-graph has no effect on a CPU"),
+        (["plan", "tiny", "--concurrent-prefill"], "--concurrent-prefill has no effect without two lanes"),
+        (["convert", "tiny", "x", "--draft-counts", __file__, "--draft-text", __file__], "leave one of them out"),
     ],
 )
 def test_what_cannot_be_is_one_line(
