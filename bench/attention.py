@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bench.card import need_card
 from bench.random_model import fill_pages
 from bench.step import DEVICE, HEAD_DIM, HEADS, KV_HEADS, captured, ceilings, median_seconds
 from torch import Tensor
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--prefill", nargs="+", default=["bf16", "rk4v4-e8"], help="codecs that prefill is timed with")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
+    need_card()
     read, flops = ceilings()
     print(f"{torch.cuda.get_device_name()}, read {read / 1e12:.2f} TB/s, bf16 {flops / 1e12:.0f} TFLOP/s")
     header = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, read=read, flops=flops)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from bench.attention import layout, seconds_each
+from bench.card import need_card
 from bench.step import DEVICE, GDN_DIM, VALUE_HEADS, ceilings, random_tiles
 from torch import Tensor
 
@@ -118,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None)
     out = parser.parse_args().out
+    need_card()
     read, flops = ceilings()
     print(f"{torch.cuda.get_device_name()}, read {read / 1e12:.2f} TB/s, bf16 {flops / 1e12:.0f} TFLOP/s")
     print("columns 1, 2, 4, 8, 16, 32: time, GB/s of weights, share of the read ceiling")

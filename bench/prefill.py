@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.card import need_card
 from bench.random_model import body_parameters, random_model
 from bench.rounds import random_prompt, start, submit
 from bench.step import ceilings
@@ -49,9 +50,10 @@ def main() -> None:
     parser.add_argument("--whole", type=int, nargs="*", default=[8192, 65_536, 261_120])
     parser.add_argument("--deep", type=int, nargs="*", default=[8192, 63_488, 249_856])
     parser.add_argument("--kv-dtype", default="bf16")
-    parser.add_argument("--geometry", default="qwen3.8-27b")
+    parser.add_argument("--geometry", default="qwen3.8-27b", choices=list(GEOMETRIES))
     parser.add_argument("--out", type=Path, default=None, help="rewritten after every prompt")
     arguments = parser.parse_args()
+    need_card()
     read, flops = ceilings()
     header = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "read": read, "flops": flops}
     print(f"{header['device']}, torch {header['torch']}, bf16 {flops / 1e12:.0f} TFLOP/s", flush=True)

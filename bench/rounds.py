@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.card import need_card
 from bench.random_model import fill, random_model, read_bytes
 from bench.step import ceilings
 
@@ -197,9 +198,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[8192])
     parser.add_argument("--kv-dtype", default="bf16")
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--geometry", default="qwen3.8-27b")
+    parser.add_argument("--geometry", default="qwen3.8-27b", choices=list(GEOMETRIES))
     parser.add_argument("--out", type=Path, default=None, help="rewritten after every row")
     arguments = parser.parse_args()
+    need_card()
     read, flops = ceilings()
     header = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "read": read, "flops": flops}
     print(f"{header['device']}, torch {header['torch']}, read {read / 1e12:.2f} TB/s", flush=True)

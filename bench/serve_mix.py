@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.card import need_card
 from bench.random_model import random_model
 
 from longlane.artifact.geometry import GEOMETRIES
@@ -221,7 +222,7 @@ SCENARIOS: dict[str, Callable[[Setting], Figures]] = {"mix": mix, "return": come
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS))
-    parser.add_argument("--geometry", default="qwen3.8-27b")
+    parser.add_argument("--geometry", default="qwen3.8-27b", choices=list(GEOMETRIES))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--turns", action="store_true", help="prefill and decode take turns")
@@ -229,6 +230,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1.0, help="of the time that a scenario may take")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
+    if arguments.device != "cpu":
+        need_card()
     loaded = random_model(GEOMETRIES[arguments.geometry], arguments.device)
     results: dict[str, Any] = {
         "geometry": arguments.geometry, "kv_dtype": arguments.kv_dtype, "scale": arguments.scale,

@@ -13,6 +13,8 @@ kernel on the disk, and with those of the first time. The times are those at whi
 
 import argparse
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,12 +25,14 @@ from pathlib import Path
 
 import psutil
 import torch
+from bench.card import need_card
 from bench.random_model import RandomWeights
 
 from longlane.artifact.checkpoint import load_weights
 from longlane.artifact.container import Artifact, ArtifactWriter, Component, Entry, Proposal
 from longlane.artifact.formats import encode, load, to_bytes
 from longlane.artifact.geometry import GEOMETRIES
+from longlane.artifact.inventory import Section, tensor_bytes
 from longlane.config import EngineConfig
 from longlane.engine import startup
 from longlane.types import Loading, Request, SamplingParams, Tokens
@@ -43,12 +47,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", nargs="?", type=Path)
     parser.add_argument("--make", type=float, default=4.0, metavar="GIB")
-    parser.add_argument("--geometry", default=None)
+    parser.add_argument("--geometry", default=None, choices=list(GEOMETRIES))
     parser.add_argument("--folder", type=Path, default=None, help="where to write; one in memory is a page cache")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--first-token", action="store_true", help="start ARTIFACT and do nothing else")
     args = parser.parse_args()
+    if args.device != "cpu":
+        need_card()
+    # As any end does, so that what was written is taken away.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     if args.first_token:
         first_token(args.artifact, args.device)
@@ -56,6 +64,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path = args.artifact or Path(folder) / "random.ninfer"
         if args.artifact is None:
+            check_space(Path(folder), args.geometry, args.make)
             began = time.perf_counter()
             make_model(path, args.geometry, args.device) if args.geometry else make(path, args.make)
             print(f"{path.stat().st_size / 1e9:.2f} GB written in {time.perf_counter() - began:.1f} s", flush=True)
@@ -67,6 +76,15 @@ def main() -> None:
             for kernels in ("compiled anew", "from the disk"):
                 print(f"\nfrom exec to a first token, kernels {kernels}:", flush=True)
                 subprocess.run(command, check=True, env=os.environ | {"TRITON_CACHE_DIR": f"{folder}/kernels"})
+
+
+def check_space(folder: Path, geometry: str | None, gib: float) -> None:
+    """Says what is written where; ends the program where there is no space for it."""
+    parts: tuple[Section, ...] = ("text", "draft_head", "mtp")
+    size = tensor_bytes(GEOMETRIES[geometry], parts) if geometry else int(gib * 2**30)
+    print(f"{size / 1e9:.2f} GB are written to {folder}, and taken away at the end", flush=True)
+    if (free := shutil.disk_usage(folder).free) < size:
+        sys.exit(f"{folder} has {free / 1e9:.2f} GB free; name another --folder")
 
 
 def first_token(path: Path, device: str) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bench.card import need_card
 from bench.random_model import fill, random_model, read_bytes
 
 from longlane.artifact.geometry import GEOMETRIES
@@ -147,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
+    need_card()
     began = time.time()
     bench = Bench()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
