@@ -313,6 +313,7 @@ def stream(
     for tiles, out, cut in zip(matrices, outs, cuts, strict=True):
         programs, rest = divmod(tiles.data.shape[0], cut.row_blocks)
         assert rest == 0, (tiles.data.shape, cut)
+        assert tiles.blocks == matrices[0].blocks, (tiles.shape, matrices[0].shape)
         assert tiles.blocks % (SPLIT * cut.blocks) == 0, (tiles.blocks, cut)
         shape = (tiles.kind, cut.blocks, cut.row_blocks, cut.stages, tiles.paired)
         parts.append(((tiles.data, out, out.stride(0), out.shape[1], programs), shape))
