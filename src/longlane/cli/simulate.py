@@ -20,7 +20,10 @@ from longlane.simulate.workload import read_trace
 
 # The flags of `serve` that a simulation depends on, and those of them that a scenario brings itself.
 OF_A_TRACE = ("max_concurrency", "max_pending_requests", "pending_timeout_ms")
-SIMULATED = {*OF_A_TRACE, "kv_capacity", "prefill_chunk", "decode_floor", "spec", "draft_tokens", "concurrent_prefill"}
+OF_DRAFTS = ("spec", "draft_tokens")
+SIMULATED = {*OF_A_TRACE, *OF_DRAFTS, "kv_capacity", "prefill_chunk", "decode_floor", "concurrent_prefill"}
+# A pool is simulated page by page; all lanes of a server with the longest contexts take a sixtieth of it.
+MOST_TOKENS = 1 << 28
 
 
 @takes(EngineConfig, without=HELP.keys() - SIMULATED)
@@ -43,11 +46,8 @@ def simulate(
     """
     config: EngineConfig = pick(EngineConfig, {"model": preset_name, **values})
     check(config)
-    if scenario is None:
-        check_switches(context, config)
+    check_effect(context, config, scenario, policy)
     check_plot(plot)
-    if scenario is not None:
-        refuse(context, OF_A_TRACE)
     setting = Setting(preset(preset_name), with_pool(config, preset_name), policy)
     report = answer(setting, scenario, trace)
     if plot is not None:
@@ -66,16 +66,33 @@ def check(config: EngineConfig) -> None:
     if "lookup" in config.spec:
         raise ConfigError(f"--spec {config.spec}: a simulated prompt has no text to look drafts up in; use off or mtp")
     max_drafts(config.spec, config.draft_tokens)
-    if config.kv_capacity is not None and config.kv_capacity < PAGE:
-        raise ConfigError(f"--kv-capacity {config.kv_capacity} is less than a page; use at least {PAGE}")
+    if config.kv_capacity is not None and not PAGE <= config.kv_capacity <= MOST_TOKENS:
+        raise ConfigError(
+            f"--kv-capacity {config.kv_capacity} is less than a page or more than a simulation takes; "
+            f"use {PAGE} to {MOST_TOKENS}"
+        )
 
 
-def refuse(context: typer.Context, flags: tuple[str, ...]) -> None:
-    """Raises `ConfigError` for the first of `flags` that was given."""
-    for name in flags:
-        if given(context, name):
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} is of a --trace: a scenario brings its own lanes, and turns nobody away")
+def check_effect(context: typer.Context, config: EngineConfig, scenario: str | None, policy: PolicyName) -> None:
+    """Raises `ConfigError` for a flag that was given where the scenario or the policy does not heed it."""
+    first_come = policy == "fcfs"
+    turns = "has no effect beside --policy fcfs, where one whole chunk and one round take turns; leave one of them out"
+    unheeded = (
+        (scenario is not None, OF_A_TRACE, "is of a --trace: a scenario brings its own lanes, and turns nobody away"),
+        (
+            scenario == "drafting",
+            OF_DRAFTS,
+            "has no effect on --scenario drafting, which tries every depth; leave it out",
+        ),
+        (first_come, ("decode_floor",), turns),
+        (first_come and config.concurrent_prefill, ("concurrent_prefill",), turns),
+    )
+    for applies, names, reason in unheeded:
+        for name in names:
+            if applies and given(context, name):
+                raise ConfigError(f"--{name.replace('_', '-')} {reason}")
+    if scenario is None:
+        check_switches(context, config)
 
 
 def answer(setting: Setting, scenario: str | None, trace: Path | None) -> Report:

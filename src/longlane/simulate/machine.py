@@ -10,9 +10,10 @@ from typing import Literal
 
 from longlane.config import EngineConfig
 from longlane.engine import scheduler
-from longlane.engine.admission import is_overloaded
+from longlane.engine.admission import check_queue, timed_out
 from longlane.engine.flags import concurrent
 from longlane.engine.scheduler import Chunk, Entry, Snapshot, StepPlan, make_room, token_cost
+from longlane.errors import EngineError, LonglaneError, RequestError
 from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
 from longlane.memory.plan import CHUNKS, PAGE
@@ -23,7 +24,7 @@ from longlane.simulate.drafting import Drafting, DraftRow
 from longlane.simulate.workload import Ask
 
 PolicyName = Literal["longlane", "fcfs"]
-Outcome = Literal["finished", "rejected", "timed out"]
+Outcome = Literal["finished", "refused", "rejected", "timed out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class UnderWay:
 class Job(Entry):
     """A request in the machine. Times are on the virtual clock, None until they happen.
 
-    started: when the first chunk of its prompt began.
+    started: when the first chunk of its prompt began. error: what the server would answer one that it does not serve.
     """
 
     ask: Ask
@@ -67,6 +68,7 @@ class Job(Entry):
     first_token: float | None = None
     ended: float | None = None
     outcome: Outcome | None = None
+    error: LonglaneError | None = None
 
     @property
     def id(self) -> str:
@@ -94,7 +96,9 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        return max((step.ended for step in self.steps), default=0.0)
+        """From the first arrival to the end of the last step; 0 where nobody was served."""
+        first = min((job.submitted for job in self.jobs.values()), default=0.0)
+        return max((step.ended - first for step in self.steps), default=0.0)
 
 
 class Still:
@@ -156,7 +160,7 @@ class Machine:
         self._now = 0.0
 
     def run(self, asks: Sequence[Ask]) -> Run:
-        """Serve all of `asks`. Raises `RequestError` for one that can never fit."""
+        """Serve all of `asks`, or turn them away as the server would."""
         for order, ask in enumerate(asks):
             if ask.after is None:
                 heapq.heappush(self._coming, (ask.arrival_s, order, ask))
@@ -172,7 +176,8 @@ class Machine:
         while self._coming and self._coming[0][0] <= self._now:
             self._submit(heapq.heappop(self._coming)[2])
         for entry in scheduler.expired([job.waiting() for job in self._waiting.values()], self._now):
-            self._end(self._waiting[entry.id], "timed out")
+            job = self._waiting[entry.id]
+            self._end(job, "timed out", timed_out(self._now - job.submitted))
         for job in scheduler.admit(self._memory, self._waiting, self._running, self._limits.lanes, self._now):
             if job.admitted is None and job.lease is not None:
                 job.admitted, job.cached_tokens = self._now, job.lease.cached_tokens
@@ -210,19 +215,24 @@ class Machine:
 
     def _submit(self, ask: Ask) -> None:
         config = self._config
-        allowed = self._memory.allowed_new(len(ask.prompt), len(ask.answer))
         job = self._jobs[ask.id] = Job(
-            ask=replace(ask, answer=ask.answer[:allowed]),
+            ask=ask,
             arrival=len(self._jobs),
             submitted=ask.arrival_s,
             deadline=ask.arrival_s + config.pending_timeout_ms / 1000,
             draft=self._drafting.open(ask.id, ask.acceptance),
-            tokens=list(ask.prompt),
+            tokens=[],
         )
-        running, waiting = len(self._running), len(self._waiting)
-        if is_overloaded(running, waiting, config.max_concurrency, config.max_pending_requests):
-            self._end(job, "rejected")
+        try:
+            running, waiting = len(self._running), len(self._waiting)
+            check_queue(running, waiting, config.max_concurrency, config.max_pending_requests)
+            allowed = self._memory.allowed_new(len(ask.prompt), len(ask.answer))
+        except EngineError as error:
+            self._end(job, "rejected", error)
+        except RequestError as error:
+            self._end(job, "refused", error)
         else:
+            job.ask, job.tokens = replace(ask, answer=ask.answer[:allowed]), list(ask.prompt)
             self._waiting[job.id] = job
 
     def _decode(self, jobs: Sequence[Job]) -> dict[str, int]:
@@ -303,11 +313,11 @@ class Machine:
         job.pauses += 1
         self._waiting[job.id] = self._running.pop(job.id)
 
-    def _end(self, job: Job, outcome: Outcome) -> None:
+    def _end(self, job: Job, outcome: Outcome, error: LonglaneError | None = None) -> None:
         self._release(job)
         self._waiting.pop(job.id, None)
         self._running.pop(job.id, None)
-        job.ended, job.outcome = self._now, outcome
+        job.ended, job.outcome, job.error = self._now, outcome, error
         for order, ask in self._following.pop(job.id, []):
             arrival_s = self._now + ask.arrival_s
             heapq.heappush(self._coming, (arrival_s, order, replace(ask, arrival_s=arrival_s, after=None)))

@@ -46,5 +46,6 @@ def decode_rate(steps: Sequence[Step], id: str, begin: float, end: float) -> flo
 
 
 def throughput(run: Run) -> float:
-    """Generated tokens per second over the whole run."""
-    return sum(len(job.ask.answer) for job in run.jobs.values() if job.outcome == "finished") / run.seconds
+    """Generated tokens per second over the whole run; 0 where nobody was served."""
+    tokens = sum(len(job.ask.answer) for job in run.jobs.values() if job.outcome == "finished")
+    return tokens / run.seconds if tokens else 0.0

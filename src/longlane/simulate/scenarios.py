@@ -39,9 +39,14 @@ class Setting:
     policy: PolicyName = "longlane"
 
     def run(self, asks: Sequence[Ask], lanes: int, policy: PolicyName | None = None) -> Run:
-        """With lanes of a scenario's own, where nobody is turned away."""
+        """With lanes of a scenario's own, where nobody is turned away. Raises `RequestError` for a prompt that the pool
+        cannot hold."""
         config = replace(self.config, max_concurrency=lanes, max_pending_requests=10**6, pending_timeout_ms=10**9)
-        return Machine(self.cost, config, policy or self.policy).run(asks)
+        run = Machine(self.cost, config, policy or self.policy).run(asks)
+        for job in run.jobs.values():
+            if job.error:
+                raise job.error
+        return run
 
     def report(self, scenario: str, run: Run, **summary: Cell) -> Report:
         return Report(scenario, self.policy, summary, [describe(job) for job in run.jobs.values()], run)
@@ -208,7 +213,8 @@ def many_shorts(setting: Setting) -> Report:
 def replay(setting: Setting, asks: Sequence[Ask]) -> Report:
     """The requests of a trace, as an engine with these flags serves them or turns them away."""
     run = Machine(setting.cost, setting.config, setting.policy).run(asks)
-    return setting.report("trace", run, seconds=run.seconds, tokens_s=throughput(run))
+    rows = [describe(job) | {"error": job.error.message if job.error else None} for job in run.jobs.values()]
+    return Report("trace", setting.policy, {"seconds": run.seconds, "tokens_s": throughput(run)}, rows, run)
 
 
 SCENARIOS: dict[str, Callable[[Setting], Report]] = {

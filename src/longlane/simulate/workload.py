@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -41,12 +42,16 @@ class Ids:
         return list(islice(self._ids, tokens))
 
 
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
+
+
 class TraceLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One request of a trace file."""
 
-    arrival_s: float
-    prompt_tokens: int
-    completion_tokens: int
+    # Beyond that the clock has not the digits to count what a step takes.
+    arrival_s: Annotated[float, msgspec.Meta(ge=0, le=1e10)]
+    prompt_tokens: Tokens
+    completion_tokens: Tokens
     priority: int = 0
 
 
@@ -56,7 +61,7 @@ def read_trace(path: Path) -> list[Ask]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"--trace {path}: {error.strerror}; name a file of JSON lines, one request each") from error
-    ids, asks = Ids(), []
+    asks = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -64,16 +69,12 @@ def read_trace(path: Path) -> list[Ask]:
             entry = msgspec.json.decode(line, type=TraceLine)
         except msgspec.DecodeError as error:
             raise ConfigError(f"--trace {path}, line {number}: {error}") from error
-        if entry.arrival_s < 0 or entry.prompt_tokens < 1 or entry.completion_tokens < 1:
-            raise ConfigError(
-                f"--trace {path}, line {number}: arrival_s must be 0 or more, "
-                "prompt_tokens and completion_tokens 1 or more"
-            )
         asks.append(
             Ask(
                 id=f"line {number}",
-                prompt=ids(entry.prompt_tokens),
-                answer=ids(entry.completion_tokens),
+                # No two begin alike, so that none continues another.
+                prompt=range(number, number + entry.prompt_tokens),
+                answer=range(entry.completion_tokens),
                 arrival_s=entry.arrival_s,
                 priority=entry.priority,
             )

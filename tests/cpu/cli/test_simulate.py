@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -55,6 +56,11 @@ def test_a_scenario_is_a_table():
         (["--scenario", "lanes", "--kv-capacity", "128"], "may have 128 (--kv-capacity)"),
         (["--scenario", "lanes", "--max-concurrency", "4"], "--max-concurrency is of a --trace"),
         (["--scenario", "lanes", "--pending-timeout-ms", "30000"], "--pending-timeout-ms is of a --trace"),
+        (["--scenario", "lanes", "--kv-capacity", "1000000000000"], "use 64 to 268435456"),
+        (["--scenario", "drafting", "--spec", "mtp"], "--spec has no effect on --scenario drafting"),
+        (["--scenario", "lanes", "--policy", "fcfs", "--decode-floor", "0.5"], "--decode-floor has no effect"),
+        (["--scenario", "lanes", "--policy", "fcfs", "--concurrent-prefill"], "--concurrent-prefill has no effect"),
+        (["--trace", "x", "--max-concurrency", "2", "--policy", "fcfs", "--concurrent-prefill"], "--policy fcfs"),
         (["--trace", "/nowhere"], "/nowhere"),
     ],
 )
@@ -87,6 +93,37 @@ def test_a_trace_is_turned_away_where_serve_would(tmp_path):
     assert outcomes("--max-pending-requests", "99", "--pending-timeout-ms", "999999") == {"finished": 20}
 
 
+def replayed(path: Path, lines: list[tuple[float, int, int]], *flags: str) -> dict[str, Any]:
+    names = ("arrival_s", "prompt_tokens", "completion_tokens")
+    path.write_text("\n".join(json.dumps(dict(zip(names, line, strict=True))) for line in lines))
+    result = CliRunner().invoke(app, ["simulate", "--trace", str(path), "--json", *flags])
+    assert result.exit_code == 0, result.exception
+    return json.loads(result.output)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_as_the_server_would_and_the_rest_is_replayed(tmp_path):
+    lines = [(0, 4096, 10), (0.5, 4097, 10), (1, 10**14, 10**14), (2, 4095, 10)]
+    body = replayed(tmp_path / "trace.jsonl", lines, "--kv-capacity", "4096")
+    outcomes = {row["request"]: (row["outcome"], row["error"]) for row in body["rows"]}
+    refusal = "the prompt has {} tokens; prompt and answer together may have 4096 (--kv-capacity)"
+    assert outcomes == {
+        "line 1": ("refused", refusal.format(4096)),
+        "line 2": ("refused", refusal.format(4097)),
+        "line 3": ("refused", refusal.format(10**14)),
+        "line 4": ("finished", None),
+    }
+    assert body["rows"][-1]["answer"] == 1, "what does not fit behind a prompt is cut off"
+
+
+@pytest.mark.parametrize("policy", ["longlane", "fcfs"])
+def test_rates_of_a_trace_count_from_its_first_request_and_are_zero_where_nobody_was_served(tmp_path, policy):
+    path, flags = tmp_path / "trace.jsonl", ("--policy", policy)
+    once = replayed(path, [(0, 466, 20)], *flags)["summary"]
+    assert once["tokens_s"] == pytest.approx(20 / once["seconds"])
+    assert replayed(path, [(1.7e9, 466, 20)], *flags)["summary"] == pytest.approx(once, rel=1e-5)
+    assert replayed(path, [(0, 10**9, 20)], *flags)["summary"] == {"seconds": 0, "tokens_s": 0}
+
+
 def test_a_policy_that_is_not_known_is_told_those_that_are():
     result = CliRunner().invoke(app, ["simulate", "--scenario", "lanes", "--policy", "lifo"])
     assert result.exit_code == 2
@@ -100,7 +137,11 @@ def test_a_policy_that_is_not_known_is_told_those_that_are():
         ('{"arrival_s": 0}', "prompt_tokens"),
         ('{"arrival_s": 0, "prompt_tokens": 1, "completion_tokens": 1, "tokens": 2}', "tokens"),
         ('{"arrival_s": -1, "prompt_tokens": 1, "completion_tokens": 1}', "arrival_s"),
+        ('{"arrival_s": 1700000000000, "prompt_tokens": 1, "completion_tokens": 1}', "arrival_s"),
+        ('{"arrival_s": 1e999, "prompt_tokens": 1, "completion_tokens": 1}', "arrival_s"),
         ('{"arrival_s": 0, "prompt_tokens": 0, "completion_tokens": 1}', "prompt_tokens"),
+        ('{"arrival_s": 0, "prompt_tokens": 1, "completion_tokens": 0}', "completion_tokens"),
+        (f'{{"arrival_s": 0, "prompt_tokens": {10**30}, "completion_tokens": 1}}', "prompt_tokens"),
         ("", "no requests"),
     ],
 )
