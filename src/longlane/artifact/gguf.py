@@ -45,7 +45,16 @@ READABLE = {Type.Q4_1: AFFINE, Type.Q8_0: "q8_g32_fp16", Type.BF16: "bf16", Type
 
 
 class Reader(gguf.GGUFReader):
-    """The package's reader on a plain array: slicing one is three times as fast as slicing a `numpy.memmap`."""
+    """The package's reader on a plain array: slicing one is three times as fast as slicing a `numpy.memmap`.
+
+    Raises CheckpointError for a file that is not a whole GGUF.
+    """
+
+    def __init__(self, path: Path):
+        try:
+            super().__init__(path)
+        except (ValueError, OSError, LookupError) as error:
+            raise CheckpointError(f"{path} is not a whole GGUF file ({error}); fetch it again") from None
 
     @property
     def data(self) -> Any:
@@ -55,19 +64,22 @@ class Reader(gguf.GGUFReader):
     def data(self, mapped: Any) -> None:
         self._data = mapped.view(np.ndarray)
 
+    def value(self, key: str, default: Any = None) -> Any:
+        field = self.get_field(key)
+        return default if field is None else field.contents()
+
 
 class GgufModel:
     """One mapped GGUF file of architecture `llama`. `config` and `resources` are as a Hugging Face directory has them.
 
-    Raises CheckpointError naming the file and what this build reads instead.
+    `reader`: of the file, where there is one already. Raises CheckpointError naming the file and what this build reads
+    instead.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, reader: Reader | None = None):
         self.path = path
-        try:
-            self.reader = Reader(path)
-        except (ValueError, OSError, LookupError) as error:
-            raise CheckpointError(f"{path} is not a whole GGUF file ({error}); fetch it again") from None
+        self.reader = reader or Reader(path)
+        self._field = self.reader.value
         if (family := self._field("general.architecture")) != "llama":
             raise CheckpointError(f"{path}: GGUF architecture {family} is not supported; this build converts llama")
         self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
@@ -92,10 +104,6 @@ class GgufModel:
                 "this build cannot run the model with them and will not run it without"
             )
         return found
-
-    def _field(self, key: str, default: Any = None) -> Any:
-        field = self.reader.get_field(key)
-        return default if field is None else field.contents()
 
     def _required(self, key: str) -> Any:
         if (value := self._field(key)) is None:

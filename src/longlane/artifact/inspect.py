@@ -1,6 +1,7 @@
 """What a model file holds, and why this build could not run it, if so."""
 
 from collections import Counter
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 def summarize(artifact: Artifact, *, objects: bool = False, sha256: bool = False) -> Summary:
     """Count what an open artifact holds, and list it with `objects`. `sha256` reads every byte of it."""
     tensors = [entry for entry in artifact.objects.values() if entry.kind == "tensor"]
-    counts = Counter(str(entry.format) for entry in tensors)
-    sizes = Counter[str]()
-    for entry in tensors:
-        sizes[str(entry.format)] += entry.bytes
+    formats = _formats((str(entry.format), entry.bytes) for entry in tensors)
     resources = {file: artifact.resource(role) for role, file in RESOURCES.items()}
     return Summary(
         path=str(artifact.path),
@@ -71,8 +69,8 @@ def summarize(artifact: Artifact, *, objects: bool = False, sha256: bool = False
         architecture=architecture(artifact.text_config() or {}),
         components=list(artifact.components),
         tensors=len(tensors),
-        tensor_bytes=sum(sizes.values()),
-        formats=[Format(name, counts[name], size) for name, size in sizes.most_common()],
+        tensor_bytes=sum(row.bytes for row in formats),
+        formats=formats,
         resources={file: len(data) for file, data in resources.items() if data is not None},
         metadata=artifact.metadata,
         provenance=artifact.provenance,
@@ -93,11 +91,9 @@ def summarize_directory(path: Path) -> Summary:
     from longlane.artifact.huggingface import Checkpoint
 
     checkpoint = Checkpoint(path)
-    counts, sizes = Counter[str](), Counter[str]()
-    for info in checkpoint.tensors.values():
-        counts[info.dtype] += 1
-        sizes[info.dtype] += prod(info.shape) * SAFETENSORS_BITS.get(info.dtype, 0) // 8
-    files = {info.file for info in checkpoint.tensors.values()}
+    tensors = checkpoint.tensors.values()
+    formats = _formats((info.dtype, SAFETENSORS_BITS.get(info.dtype, 0) * prod(info.shape) // 8) for info in tensors)
+    files = {info.file for info in tensors}
     found = []
     try:
         open_directory(path, strict=False)
@@ -109,12 +105,54 @@ def summarize_directory(path: Path) -> Summary:
         files=len(files),
         file_bytes=sum(file.stat().st_size for file in files),
         architecture=architecture(checkpoint.config),
-        tensors=len(checkpoint.tensors),
-        tensor_bytes=sum(sizes.values()),
-        formats=[Format(name, counts[name], size) for name, size in sizes.most_common()],
+        tensors=len(tensors),
+        tensor_bytes=sum(row.bytes for row in formats),
+        formats=formats,
         resources={file: (path / file).stat().st_size for file in RESOURCES.values() if (path / file).is_file()},
         problems=found,
     )
+
+
+def summarize_gguf(path: Path) -> Summary:
+    """Count what a GGUF file holds, in its own types. Nothing is converted.
+
+    Its `problems` are what converting it would say. Raises:
+        CheckpointError: it is not a whole GGUF file.
+    """
+    from longlane.artifact.gguf import GgufModel, Reader
+
+    reader = Reader(path)
+    formats = _formats((tensor.tensor_type.name, int(tensor.n_bytes)) for tensor in reader.tensors)
+    resources: dict[str, bytes] = {}
+    found = []
+    try:
+        model = GgufModel(path, reader)
+        resources = model.resources
+        model.items()
+    except CheckpointError as error:
+        found.append(error.message)
+    return Summary(
+        path=str(path),
+        kind=f"GGUF file, version {reader.value('GGUF.version')}",
+        files=1,
+        file_bytes=path.stat().st_size,
+        name=reader.value("general.name"),
+        architecture=reader.value("general.architecture"),
+        tensors=len(reader.tensors),
+        tensor_bytes=sum(row.bytes for row in formats),
+        formats=formats,
+        resources={file: len(resources[role]) for role, file in RESOURCES.items() if role in resources},
+        problems=found,
+    )
+
+
+def _formats(tensors: Iterable[tuple[str, int]]) -> list[Format]:
+    """From the format and the bytes of each tensor; the most bytes first."""
+    counts, sizes = Counter[str](), Counter[str]()
+    for format, size in tensors:
+        counts[format] += 1
+        sizes[format] += size
+    return [Format(name, counts[name], size) for name, size in sizes.most_common()]
 
 
 def architecture(config: dict[str, Any]) -> str | None:

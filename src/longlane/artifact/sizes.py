@@ -1,4 +1,4 @@
-"""What the weights of a model take, before any is read. Torch-free."""
+"""What the weights of a model take, before any is read. Torch-free, but for a GGUF file."""
 
 from collections.abc import Sequence
 from math import prod
@@ -36,9 +36,9 @@ def weight_bytes(
 ) -> dict[str, int]:
     """Bytes of each section as it is placed: what an artifact holds, else what the inventory of `config` adds up to.
 
-    config: the text model's. path: the artifact or directory it came from, None for a released geometry. tower: the
-    configuration of the vision tower, by default the released one. plain: how they lie, None for a card's tiles.
-    Raises ConfigError for a section that is not there.
+    config: the text model's. path: the artifact, directory or GGUF file it came from, None for a released geometry.
+    tower: the configuration of the vision tower, by default the released one. plain: how they lie, None for a card's
+    tiles. Raises ConfigError for a section that is not there.
     """
     tied = bool(config.get("tie_word_embeddings"))
     if path is None or path.is_dir():
@@ -53,19 +53,27 @@ def weight_bytes(
     if mode != "auto":
         raise ConfigError(f"{path} keeps the formats it was made with; leave out --weights, or name its directory")
     held: dict[str, int] = dict.fromkeys(sections, 0)
-    with Artifact.open(path) as artifact:
-        owner: dict[str, str] = {}
-        for name, parts in artifact.parameters.items():
-            owner |= {part.object: name for part in parts}
-        for object, name in owner.items():
-            section = "draft_head" if name.startswith("text/draft_head") else name.partition("/")[0]
-            if section in held:
-                entry = artifact.objects[object]
-                held[section] += _tiled(entry) if plain is None else _laid_out(name, entry, plain, tied)
+    for name, entry in _entries(path):
+        section = "draft_head" if name.startswith("text/draft_head") else name.partition("/")[0]
+        if section in held:
+            held[section] += _tiled(entry) if plain is None else _laid_out(name, entry, plain, tied)
     if missing := [part for part, size in held.items() if not size]:
         cure = f"leave out {ASKED_BY[missing[0]]}" if missing[0] in ASKED_BY else "convert it again"
         raise ConfigError(f"{path} holds no {missing[0]} tensors; {cure}")
     return held
+
+
+def _entries(path: Path) -> list[tuple[str, Entry]]:
+    """The stored tensors of an artifact, or of that which a GGUF file becomes, each with a name of what it is of."""
+    if path.suffix == ".gguf":
+        from longlane.artifact.checkpoint import open_gguf
+
+        return [(item.name, Entry.tensor(item.name, item.format, item.shape)) for item in open_gguf(path).items]
+    with Artifact.open(path) as artifact:
+        owner: dict[str, str] = {}
+        for name, parts in artifact.parameters.items():
+            owner |= {part.object: name for part in parts}
+        return [(name, artifact.objects[object]) for object, name in owner.items()]
 
 
 def _laid_out(name: str, item: Item | Entry, plain: Plain, tied: bool) -> int:

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from longlane.artifact.container import Artifact, Entry
-from longlane.artifact.inspect import Summary, summarize, summarize_directory
-from longlane.artifact.locate import resolve
+from longlane.artifact.inspect import Summary, summarize, summarize_directory, summarize_gguf
+from longlane.artifact.locate import find
 from longlane.cli.options import MODEL
 from longlane.cli.tables import human_bytes
 from longlane.errors import ConfigError
@@ -24,11 +24,12 @@ def inspect(
     sha256: Annotated[bool, typer.Option("--sha256", help="Read the whole artifact and print its digest.")] = False,
 ) -> None:
     """Print what a model file holds: components, formats, sizes, side files, and what keeps it from running."""
-    file = resolve(model)
-    if file.is_dir():
+    file = find(model)
+    kind = "a directory" if file.is_dir() else "a GGUF file" if file.suffix == ".gguf" else None
+    if kind:
         if objects or sha256:
-            raise ConfigError(f"{file} is a directory, and --objects and --sha256 are of an artifact; leave them out")
-        summary = summarize_directory(file)
+            raise ConfigError(f"{file} is {kind}, and --objects and --sha256 are of an artifact; leave them out")
+        summary = summarize_directory(file) if file.is_dir() else summarize_gguf(file)
     else:
         with Artifact.open(file, known_formats=False) as artifact:
             summary = summarize(artifact, objects=objects, sha256=sha256)

@@ -9,8 +9,9 @@ import msgspec
 import torch
 import typer
 
+from longlane.artifact.checkpoint import open_gguf
 from longlane.artifact.inventory import GEOMETRIES
-from longlane.artifact.locate import resolve
+from longlane.artifact.locate import find
 from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import weight_bytes
 from longlane.artifact.text_config import read_json
@@ -89,6 +90,7 @@ def parse_size(text: str) -> int:
 
 
 def model_config(model: str | None, geometry: str | None) -> tuple[dict[str, Any], Path | None]:
+    """The text model's configuration, and where it is from. Reads headers alone, and converts nothing."""
     if (model is None) == (geometry is None):
         raise ConfigError("give a model or --geometry, one of the two")
     if geometry is not None:
@@ -96,7 +98,9 @@ def model_config(model: str | None, geometry: str | None) -> tuple[dict[str, Any
             raise ConfigError(f"--geometry {geometry} is not known; one of {', '.join(GEOMETRIES)}")
         return GEOMETRIES[geometry], None
     assert model is not None
-    path = resolve(model)
+    path = find(model)
+    if path.suffix == ".gguf":
+        return open_gguf(path).components["text"], path
     return open_resources(path).config, path
 
 

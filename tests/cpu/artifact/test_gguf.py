@@ -1,6 +1,7 @@
 """GGUF files: every weight bit for bit, and the tokenizer id for id, against the `gguf` package and transformers."""
 
 import json
+import re
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
+from typer.testing import CliRunner
 
 from longlane.artifact.checkpoint import load_weights, open_gguf
 from longlane.artifact.convert import Options, convert
@@ -21,6 +23,9 @@ from longlane.artifact.gguf import GgufModel, Reader
 from longlane.artifact.locate import find
 from longlane.artifact.recipe import assemble
 from longlane.artifact.resources import open_resources
+from longlane.artifact.schema import RESOURCES
+from longlane.artifact.sizes import Plain, weight_bytes
+from longlane.cli import app
 from longlane.errors import CheckpointError
 from support.random_checkpoint import byte_tokenizer
 
@@ -227,6 +232,60 @@ def test_missing_extra_and_cut(tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_bytes((tmp_path / "missing.gguf").read_bytes()[:20000])
     with pytest.raises(CheckpointError, match="not a whole GGUF file"):
         open_gguf(tmp_path / "cut.gguf")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a model that is to be served is converted to."""
+    monkeypatch.setenv("LONGLANE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_inspecting_counts_the_file_s_own_types_and_converts_nothing(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, random_arrays(), {"ffn_down": Type.Q4_1})
+    result = CliRunner().invoke(app, ["inspect", str(path), "--json"])
+    assert result.exit_code == 0, result.exception
+    found = json.loads(result.output)
+    assert {row["name"]: (row["tensors"], row["bytes"]) for row in found["formats"]} == {
+        "F32": (18, 4 * sum(values.size for name, values in random_arrays().items() if "ffn_down" not in name)),
+        "Q4_1": (2, 2 * HIDDEN * INTER * 20 // 32),
+    }
+    assert (found["tensors"], found["architecture"], found["problems"]) == (20, "llama", [])
+    assert found["file_bytes"] == path.stat().st_size
+    assert [*found["resources"]] == [RESOURCES[role] for role in RESOURCES if role in GgufModel(path).resources]
+    assert not cache.exists()
+    for flag in ("--objects", "--sha256"):
+        refused = CliRunner().invoke(app, ["inspect", str(path), flag]).exception
+        assert f"{path} is a GGUF file, and --objects and --sha256 are of an artifact" in str(refused)
+
+
+def test_inspecting_says_why_a_file_cannot_be_converted(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for changes, message in BROKEN.values():
+        write_gguf(path, random_arrays(), **{"types": {}, **changes})
+        result = CliRunner().invoke(app, ["inspect", str(path)])
+        assert result.exit_code == 0, result.exception
+        assert re.search(f"cannot run: .*{message}", result.output)
+        assert "This build can run it." not in result.output
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("plain", [None, Plain(4, packed=True), Plain(8, packed=False)])
+def test_planning_counts_what_converting_would_place_and_converts_nothing(
+    tmp_path: Path, cache: Path, plain: Plain | None
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, random_arrays(tied=False), MIXES["all kinds"])
+    made = CliRunner().invoke(app, ["plan", str(path), "--json"])
+    assert made.exit_code == 0, made.exception
+    assert not cache.exists()
+    convert(path, tmp_path / "m.ninfer", Options(), quiet=True)
+    config = open_resources(tmp_path / "m.ninfer").config
+    sizes = [weight_bytes(config, file, ["text"], "auto", plain=plain) for file in (path, tmp_path / "m.ninfer")]
+    assert sizes[0] == sizes[1]
+    placed = next(pool for pool in json.loads(made.output)["pools"] if pool["name"] == "weights: text")
+    assert placed["bytes"] == weight_bytes(config, path, ["text"], "auto")["text"]
 
 
 @pytest.fixture(scope="module")
