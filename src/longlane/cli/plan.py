@@ -18,7 +18,7 @@ from longlane.artifact.text_config import read_json
 from longlane.cli.options import HELP, MODEL, check_switches, pick, takes
 from longlane.cli.tables import print_plan
 from longlane.config import EngineConfig
-from longlane.engine.flags import check_flags
+from longlane.engine.flags import check_flags, needs_host
 from longlane.engine.planning import check_states, plan_request, sections
 from longlane.errors import ConfigError
 from longlane.memory.plan import GIB, MIB
@@ -68,7 +68,7 @@ def plan(
     spec = cache_spec(config, mtp="mtp" in engine.spec)
     check_states(engine, spec)
     request = plan_request(engine, config, spec, weights, device=torch.device("cuda"), device_bytes=size)
-    made = make_plan(replace(request, vision_tokens=vision_tokens))
+    made = make_plan(replace(request, vision_tokens=vision_tokens), needs_host(engine))
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(made), indent=2).decode())
     else:

@@ -1,11 +1,24 @@
 """What flags mean beside each other. No torch: the server asks before it starts an engine."""
 
+from dataclasses import replace
+
 from longlane.config import EngineConfig, FaultPolicy, ServerConfig
 from longlane.errors import ConfigError
 
 
 def check_flags(config: EngineConfig) -> None:
     """Raises `ConfigError` for a flag that the others leave without effect, and names those it needs."""
+    for flag, need in _unserved(config):
+        raise ConfigError(f"{flag} has no effect without {need}; add that, or leave {flag} out")
+
+
+def needs_host(config: EngineConfig) -> bool:
+    """Whether a flag is there that a host tier of no size would leave without effect."""
+    return bool(_unserved(replace(config, host_kv_mib=0)))
+
+
+def _unserved(config: EngineConfig) -> list[tuple[str, str]]:
+    """Flags without effect, and what each needs."""
     reuse = config.prefix_reuse
     # None is a default that depends on the device.
     tiers = reuse and config.host_kv_mib != 0
@@ -29,9 +42,7 @@ def check_flags(config: EngineConfig) -> None:
         ("--max-long-anchors-per-continuation", inside, tiers, "--prefix-reuse and --host-kv-mib"),
         ("--disk-cache", config.disk_cache, tiers, "--prefix-reuse and --host-kv-mib, through which all of it passes"),
     )
-    for flag, asked, served, need in needs:
-        if asked and not served:
-            raise ConfigError(f"{flag} has no effect without {need}; add that, or leave {flag} out")
+    return [(flag, need) for flag, asked, served, need in needs if asked and not served]
 
 
 def check_policy(policy: FaultPolicy) -> None:

@@ -13,7 +13,7 @@ from longlane.artifact.inventory import SECTIONS, Section
 from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import Plain, weight_bytes
 from longlane.config import EngineConfig
-from longlane.engine.flags import check_flags, concurrent
+from longlane.engine.flags import check_flags, concurrent, needs_host
 from longlane.errors import ConfigError
 from longlane.kernels.linear import on_tiles
 from longlane.memory.plan import (
@@ -43,7 +43,7 @@ def check_model(config: EngineConfig, path: Path, device: torch.device) -> None:
     check_states(config, spec)
     weights = placed_weights(config, text, path, device)
     request = plan_request(config, text, spec, weights, device=device, device_bytes=free_bytes(config, device))
-    plan = make_plan(request)
+    plan = make_plan(request, needs_host(config))
     check_tiers(config, pages=(mib << 20) // page_bytes(spec, plan.kv_dtype), states=host_states(config))
 
 
@@ -81,7 +81,7 @@ def plan_memory(config: EngineConfig, loaded: LoadedModel, device: torch.device)
     # Of the host's memory, they have taken theirs.
     size = free_bytes(config, device, taken=0 if device.type == "cuda" else placed)
     request = plan_request(config, loaded.config, loaded.spec, {"all": placed}, device=device, device_bytes=size)
-    return make_plan(request)
+    return make_plan(request, needs_host(config))
 
 
 def plan_request(

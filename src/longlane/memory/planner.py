@@ -19,11 +19,12 @@ SMALL_CHUNK = 256
 WORTH_NAMING = 16 * MIB
 
 
-def make_plan(req: PlanRequest) -> MemoryPlan:
+def make_plan(req: PlanRequest, keep_host: bool = False) -> MemoryPlan:
     """Divide the device among the pools.
 
-    Raises PlanError naming the bound that breaks and the nearest settings that fit. Page 0 is a scratch page that
-    padded rows write to; it is counted in the KV pool and not in `kv_tokens`.
+    Raises PlanError naming the bound that breaks and the nearest settings that fit; with `keep_host` it does not
+    propose to do without a host tier. Page 0 is a scratch page that padded rows write to; it is counted in the KV pool
+    and not in `kv_tokens`.
     """
     _check(req)
     pools = fixed_pools(req)
@@ -34,7 +35,7 @@ def make_plan(req: PlanRequest) -> MemoryPlan:
     wanted = req.lanes * per_lane if req.kv_capacity is None else ceil(req.kv_capacity / PAGE)
     least = max(per_lane, req.lanes) if req.kv_capacity is None else wanted
     if fits < least:
-        raise PlanError(_refusal(req, fits, least))
+        raise PlanError(_refusal(req, fits, least, keep_host))
     pages = min(wanted, fits)
     kv_note = f"{pages} pages of {PAGE} tokens, {page // PAGE:,} B a token ({req.kv_dtype})"
     pools.insert(len(req.weights), Pool(name="KV pages", bytes=(pages + 1) * page, note=kv_note))
@@ -71,12 +72,12 @@ def _check(req: PlanRequest) -> None:
         raise PlanError(f"--kv-capacity {req.kv_capacity} must {right}")
 
 
-def _refusal(req: PlanRequest, fits: int, least: int) -> str:
+def _refusal(req: PlanRequest, fits: int, least: int, keep_host: bool) -> str:
     """Why there is no plan, and which flags would change that: each with what it gives back, or so that it fits."""
     pools, page = fixed_pools(req), page_bytes(req.spec, req.kv_dtype)
     fixed = sum(pool.bytes for pool in pools)
     left = req.device_bytes - fixed
-    back = ", ".join(f"{flag} ({sized(size, up=False)})" for flag, size in _given_back(req, fixed))
+    back = ", ".join(f"{flag} ({sized(size, up=False)})" for flag, size in _given_back(req, fixed, keep_host))
     back = f"given back by {back}; " if back else ""
     if left < 2 * page:
         largest = max(pools, key=lambda pool: pool.bytes)
@@ -107,15 +108,17 @@ def _enough(req: PlanRequest, kv: int) -> int:
     return size
 
 
-def _given_back(req: PlanRequest, fixed: int) -> list[tuple[str, int]]:
+def _given_back(req: PlanRequest, fixed: int, keep_host: bool) -> list[tuple[str, int]]:
     """Flags, and the bytes by which each alone makes the pools besides KV smaller than `fixed`; the most first."""
+    # Whoever asked for chunks beside rounds by name is refused without graphs.
+    graphless = "--no-cuda-graph" + " --no-concurrent-prefill" * req.concurrent
     changes: dict[str, dict[str, Any]] = {
         "--no-concurrent-prefill": {"concurrent": False},
-        "--no-cuda-graph": {"graphs": False, "concurrent": False},
+        graphless: {"graphs": False, "concurrent": False},
         f"--prefill-chunk {SMALL_CHUNK}": {"prefill_chunk": min(SMALL_CHUNK, chunk_tokens(req))},
         "--device-state-slots 0": {"state_slots": 0},
         "--gdn-state bf16": {"gdn_state": "bf16"},
-        "--host-kv-mib 0": {"host_arena": False},
+        "--host-kv-mib 0": {"host_arena": req.host_arena and keep_host},
         "--draft-tokens 1": {"draft_tokens": min(1, req.draft_tokens)},
     }
     sizes = {
@@ -133,5 +136,5 @@ def _shrunk(req: PlanRequest, fits: int) -> str:
     if req.kv_capacity is not None:
         flags.append(f"--kv-capacity {fits * PAGE}")
     elif fits < req.lanes:
-        flags.append(f"--max-concurrency {fits}")
+        flags.append(f"--max-concurrency {fits}" + " --no-concurrent-prefill" * (req.concurrent and fits == 1))
     return " ".join(flags)
