@@ -17,7 +17,7 @@ from longlane.api.schemas import ChatRequest
 from longlane.api.state import ServerState
 from longlane.api.thinking import END
 from longlane.api.usage import timings
-from longlane.cli.options import MODEL, check_switches, pick, takes
+from longlane.cli.options import MODEL, pick, pick_engine, takes
 from longlane.cli.session import LoadingBars, open_session
 from longlane.config import EngineConfig, ServerConfig
 from longlane.errors import LonglaneError
@@ -25,8 +25,9 @@ from longlane.errors import LonglaneError
 T = TypeVar("T")
 
 OF_A_SERVER = frozenset(
-    {"max_concurrency", "max_pending_requests", "pending_timeout_ms", "decode_floor", "host", "port", "api_key"}
-    | {"model_id", "default_max_tokens", "max_request_mib", "request_log_jsonl", "log_level", "cors"}
+    {"max_concurrency", "max_pending_requests", "pending_timeout_ms", "decode_floor", "concurrent_prefill"}
+    | {"host", "port", "api_key", "model_id", "default_max_tokens", "max_request_mib", "request_log_jsonl"}
+    | {"log_level", "cors"}
 )
 
 
@@ -65,9 +66,8 @@ def chat(
     """Talk to a model. Ctrl-C stops an answer, Ctrl-D ends the conversation."""
     console = Console(stderr=True, highlight=False)
     screen = Screen(console, hide_thinking)
-    engine_config: EngineConfig = pick(EngineConfig, {"model": model, **values})
-    check_switches(context, engine_config)
-    state = open_session(engine_config, pick(ServerConfig, values | {"default_max_tokens": max_tokens}), console)
+    server_config: ServerConfig = pick(ServerConfig, values | {"default_max_tokens": max_tokens})
+    state = open_session(pick_engine(context, model, values), server_config, console)
     messages = [{"role": "system", "content": system}] if system else []
     with _loaded(state, console) as background:
         for question in [prompt] if prompt is not None else _questions():

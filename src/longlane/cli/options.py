@@ -8,8 +8,6 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from longlane.config import MAX_LANES, EngineConfig
-from longlane.engine.flags import concurrent
-from longlane.errors import ConfigError
 
 MODEL = "An artifact, a Hugging Face directory, a GGUF file, demo or tiny."
 
@@ -145,21 +143,14 @@ def given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def check_switches(context: typer.Context, config: EngineConfig) -> None:
-    """Raises `ConfigError` for a switch that was turned on by name, as it is anyway, where it has no effect."""
-    needs = "two lanes, --cuda-graph, --overlap and a --decode-floor above 0"
-    served = {"cuda_graph": True, "overlap": True, "concurrent_prefill": concurrent(config)}
-    for name, effective in served.items():
-        flag = f"--{name.replace('_', '-')}"
-        if not (given(context, name) and getattr(config, name)):
-            continue
-        if config.device == "cpu":
-            raise ConfigError(f"{flag} has no effect on a CPU; leave it out")
-        if not effective:
-            raise ConfigError(f"{flag} has no effect without {needs}; add what is missing, or leave it out")
-
-
 def pick(config: type[Any], values: dict[str, Any]) -> Any:
     """A configuration made of those of `values` that it has a field for."""
     names = {field.name for field in dataclasses.fields(config)}
     return config(**{name: value for name, value in values.items() if name in names})
+
+
+def pick_engine(context: typer.Context, model: str, values: dict[str, Any]) -> EngineConfig:
+    """The engine's configuration, with the switches that were turned on by name."""
+    named = tuple(name for name, value in values.items() if value is True and given(context, name))
+    config: EngineConfig = pick(EngineConfig, {"model": model, "named": named, **values})
+    return config

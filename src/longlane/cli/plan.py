@@ -15,11 +15,11 @@ from longlane.artifact.locate import find
 from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import weight_bytes
 from longlane.artifact.text_config import read_json
-from longlane.cli.options import HELP, MODEL, check_switches, pick, takes
+from longlane.cli.options import HELP, MODEL, pick_engine, takes
 from longlane.cli.tables import print_plan
 from longlane.config import EngineConfig
 from longlane.engine.flags import check_flags, needs_host
-from longlane.engine.planning import check_states, plan_request, sections
+from longlane.engine.planning import check_captured, check_states, plan_request, sections
 from longlane.errors import ConfigError
 from longlane.memory.plan import GIB, MIB
 from longlane.memory.planner import make_plan
@@ -57,9 +57,8 @@ def plan(
     The flags are those of serve but for --vram and --vision. A geometry is planned for in groupwise-int unless
     --weights says otherwise.
     """
-    engine: EngineConfig = pick(EngineConfig, {"model": model or "", **values})
+    engine = pick_engine(context, model or "", values)
     check_flags(engine)
-    check_switches(context, engine)
     size = parse_size(vram)
     config, path = model_config(model, geometry)
     vision_tokens = vision_max_tokens or (VISION_TOKENS if vision else 0)
@@ -67,6 +66,7 @@ def plan(
     weights = weight_bytes(config, path, sections(engine, vision=bool(vision_tokens)), engine.weights, tower)
     spec = cache_spec(config, mtp="mtp" in engine.spec)
     check_states(engine, spec)
+    check_captured(engine, config)
     request = plan_request(engine, config, spec, weights, device=torch.device("cuda"), device_bytes=size)
     made = make_plan(replace(request, vision_tokens=vision_tokens), needs_host(engine))
     if as_json:

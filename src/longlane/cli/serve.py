@@ -16,7 +16,7 @@ import longlane
 from longlane.api.server import listen
 from longlane.api.server import serve as serve_http
 from longlane.api.state import ServerState
-from longlane.cli.options import MODEL, check_switches, pick, takes
+from longlane.cli.options import MODEL, pick, pick_engine, takes
 from longlane.cli.session import LoadingBars, check_folder, open_session
 from longlane.cli.tables import print_plan
 from longlane.config import EngineConfig, FaultPolicy, ServerConfig
@@ -30,8 +30,7 @@ LEVELS |= {"warn": logging.WARNING, "error": logging.ERROR}
 @takes(EngineConfig, FaultPolicy, ServerConfig)
 def serve(context: typer.Context, model: Annotated[str, typer.Argument(help=MODEL)], **values: Any) -> None:
     """Load a model and serve it until SIGTERM or Ctrl-C."""
-    engine_config: EngineConfig = pick(EngineConfig, {"model": model, **values})
-    check_switches(context, engine_config)
+    engine_config = pick_engine(context, model, values)
     config: ServerConfig = pick(ServerConfig, values)
     set_log_level(config.log_level)
     if config.api_key == "":

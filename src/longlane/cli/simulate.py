@@ -1,12 +1,13 @@
 """`longlane simulate`: what the scheduler would do on a card, without the card."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from longlane.cli.options import HELP, check_switches, given, pick, takes
+from longlane.cli.options import HELP, given, pick_engine, takes
 from longlane.config import EngineConfig
 from longlane.engine.flags import check_flags
 from longlane.errors import ConfigError
@@ -44,7 +45,10 @@ def simulate(
     The other flags and their defaults are those of serve. A KV pool that is auto is the card's published one, a chunk
     that is auto 1024 tokens on every card; a scenario brings its own lanes and turns nobody away.
     """
-    config: EngineConfig = pick(EngineConfig, {"model": preset_name, **values})
+    config = pick_engine(context, preset_name, values)
+    if scenario is not None:
+        # Its lanes are its own.
+        config = replace(config, named=())
     check(config)
     check_effect(context, config, scenario, policy)
     check_plot(plot)
@@ -91,8 +95,6 @@ def check_effect(context: typer.Context, config: EngineConfig, scenario: str | N
         for name in names:
             if applies and given(context, name):
                 raise ConfigError(f"--{name.replace('_', '-')} {reason}")
-    if scenario is None:
-        check_switches(context, config)
 
 
 def answer(setting: Setting, scenario: str | None, trace: Path | None) -> Report:

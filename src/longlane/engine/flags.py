@@ -29,7 +29,15 @@ def _unserved(config: EngineConfig) -> list[tuple[str, str]]:
 
     anchors, gib = changed("auto_long_anchors"), changed("disk_cache_gib")
     inside = changed("max_long_anchors_per_continuation")
+
+    def on(name: str) -> bool:
+        return name in config.named and bool(getattr(config, name))
+
+    card, parted = config.device != "cpu", "two lanes, --cuda-graph, --overlap and a --decode-floor above 0"
     needs = (
+        ("--cuda-graph", on("cuda_graph"), card, "a card"),
+        ("--overlap", on("overlap"), card, "a card"),
+        ("--concurrent-prefill", on("concurrent_prefill"), card and concurrent(config), f"a card, {parted}"),
         ("--draft-tokens", config.draft_tokens, config.spec != "off", "--spec mtp or lookup"),
         ("--lm-head-draft", config.lm_head_draft, "mtp" in config.spec, "--spec mtp, whose drafts it is for"),
         ("--device-state-slots", config.device_state_slots, reuse, "--prefix-reuse"),

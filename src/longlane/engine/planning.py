@@ -37,8 +37,9 @@ def check_model(config: EngineConfig, path: Path, device: torch.device) -> None:
     """Raises a `LonglaneError` for flags that cannot be served with this model on this machine, as far as that is
     certain before its weights are there."""
     mib = host_kv_mib(config, device)
-    check_flags(replace(config, host_kv_mib=mib))
+    check_flags(replace(config, device=device.type, host_kv_mib=mib))
     text = open_resources(path).config
+    check_captured(config, text)
     spec = cache_spec(text, mtp="mtp" in config.spec, source=path)
     check_states(config, spec)
     weights = placed_weights(config, text, path, device)
@@ -64,6 +65,14 @@ def check_states(config: EngineConfig, spec: CacheSpec) -> None:
     for flag, given in asked:
         if given:
             raise ConfigError(f"{flag} has no effect without recurrent layers, and this model has none; leave it out")
+
+
+def check_captured(config: EngineConfig, text: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a flag about CUDA graphs of a model that has none."""
+    for name in ("cuda_graph", "concurrent_prefill"):
+        if name in config.named and getattr(config, name) and not can_be_captured(text):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} has no effect on a mixture of experts, which is never captured; leave it out")
 
 
 def check_tiers(config: EngineConfig, *, pages: int, states: int) -> None:

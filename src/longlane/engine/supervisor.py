@@ -195,7 +195,7 @@ class Supervisor:
         now = datetime.now(UTC)
         step, config = process.last_step, self.config
         if self._policy.on_fault == "safe" and self._cuda_graphs and self._may_restart():
-            self.config = replace(config, cuda_graph=False)
+            self.config = replace(config, cuda_graph=False, concurrent_prefill=False)
             # The kind of an exception only: this is shown to whoever asks for the health of the server.
             cause = f"met a fault ({self._fatal.message.partition(':')[0]})" if self._fatal else how
             reason = f"without CUDA graphs, since the engine {cause} at {now:%Y-%m-%d %H:%M:%S} UTC while it used them"

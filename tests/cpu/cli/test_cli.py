@@ -98,8 +98,10 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: py
         (["serve", "tiny", "--on-fault", "stop", "--max-restarts", "5"], "--max-restarts has no effect beside"),
         (["serve", "tiny", "--greedy", "--top-k", "5"], "--top-k has no effect beside --greedy"),
         (["chat", "tiny", "--greedy", "--temperature", "0"], "--temperature has no effect beside --greedy"),
-        (["serve", "tiny", "--device", "cpu", "--cuda-graph"], "--cuda-graph has no effect on a CPU"),
-        (["plan", "tiny", "--concurrent-prefill"], "--concurrent-prefill has no effect without two lanes"),
+        (["serve", "tiny", "--device", "cpu", "--cuda-graph"], "--cuda-graph has no effect without a card"),
+        (["serve", "tiny", "--device", "cpu", "--overlap"], "--overlap has no effect without a card"),
+        (["plan", "--geometry", "qwen3.6-35b-a3b", "--cuda-graph"], "no effect on a mixture of experts"),
+        (["plan", "tiny", "--concurrent-prefill"], "--concurrent-prefill has no effect without a card, two lanes"),
         (["convert", "tiny", "x", "--draft-counts", __file__, "--draft-text", __file__], "leave one of them out"),
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 from longlane.config import FaultPolicy
 from longlane.engine.client import EngineClient
 from longlane.engine.faults import KEPT_REPORTS, StepRecorder, last_step, write_report
+from longlane.engine.flags import check_flags
 from longlane.engine.supervisor import Health
 from longlane.errors import EngineError
 from longlane.types import Request, Tokens
@@ -59,7 +60,8 @@ async def test_a_fault_that_needs_graphs_and_two_rows_leads_to_a_safe_restart_th
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = FaultPolicy(fault_dir=tmp_path / "faults", max_restarts=5)
-    client = EngineClient(settings(model="graph-fault", max_concurrency=2), policy=policy, command=COMMAND)
+    config = settings(model="graph-fault", max_concurrency=2, named=("cuda_graph", "concurrent_prefill"))
+    client = EngineClient(config, policy=policy, command=COMMAND)
     pair = [request("a"), request("bb")]
     await client.start()
     try:
@@ -87,6 +89,7 @@ async def test_a_fault_that_needs_graphs_and_two_rows_leads_to_a_safe_restart_th
 
         await until(lambda: client.state == "ready")
         assert client.ready.cuda_graphs is False, "what the new run says, not what the old one did"
+        check_flags(client._supervisor.config)
         assert await together(client, *pair) == [oracle(one).token_ids for one in pair]
         os.kill(client.pid, signal.SIGKILL)
         await until(lambda: client.health.restarts == 2 and client.state == "ready")

@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from longlane.artifact.inventory import GEOMETRIES
+from longlane.artifact.locate import find
 from longlane.artifact.sizes import weight_bytes
-from longlane.cli.options import check_switches
 from longlane.config import EngineConfig
 from longlane.engine.flags import check_flags, needs_host
-from longlane.engine.planning import check_states, host_kv_mib, plan_request, sections
+from longlane.engine.planning import check_captured, check_model, check_states, host_kv_mib, plan_request, sections
 from longlane.errors import ConfigError, PlanError
 from longlane.memory.plan import GIB, PlanRequest, fixed_pools, page_bytes
 from longlane.memory.planner import make_plan
@@ -56,13 +55,8 @@ def fixed_bytes(asked: PlanRequest) -> int:
     return sum(pool.bytes for pool in fixed_pools(asked))
 
 
-def check(config: EngineConfig, typed: set[str]) -> None:
-    """Every refusal but that of the plan, with the switches that were typed."""
-
-    def source(name: str) -> SimpleNamespace:
-        return SimpleNamespace(name="COMMANDLINE" if name in typed else "DEFAULT")
-
-    check_switches(SimpleNamespace(get_parameter_source=source), config)  # type: ignore[arg-type]
+def check(config: EngineConfig) -> None:
+    """Every refusal but that of the plan."""
     check_flags(replace(config, host_kv_mib=host_kv_mib(config, CARD)))
     text = GEOMETRIES["qwen3.8-27b"]
     check_states(config, cache_spec(text, mtp=False))
@@ -81,19 +75,19 @@ def changed(config: EngineConfig, flags: str) -> EngineConfig:
     flags=FLAGS,
     tiers=st.sampled_from(TIERS),
     drafts=st.sampled_from(DRAFTS),
-    typed=st.sets(st.sampled_from(["cuda_graph", "concurrent_prefill"])),
+    named=st.sets(st.sampled_from(["cuda_graph", "concurrent_prefill"])),
     room=st.integers(-1, 20) | st.integers(-10_000, 5000),
 )
-@example(flags={"max_context": 64, "max_concurrency": 2}, tiers={}, drafts={}, typed={"concurrent_prefill"}, room=2)
+@example(flags={"max_context": 64, "max_concurrency": 2}, tiers={}, drafts={}, named={"concurrent_prefill"}, room=2)
 def test_what_a_refusal_proposes_is_taken(
-    flags: dict[str, Any], tiers: dict[str, Any], drafts: dict[str, Any], typed: set[str], room: int
+    flags: dict[str, Any], tiers: dict[str, Any], drafts: dict[str, Any], named: set[str], room: int
 ) -> None:
     """`room`: pages that the device has beside all other pools."""
-    config = EngineConfig(model="m", device="cuda", **flags, **tiers, **drafts)
+    config = EngineConfig(model="m", device="cuda", named=tuple(named), **flags, **tiers, **drafts)
     asked = request(config, 24 * GIB)
     size = fixed_bytes(asked) + room * page_bytes(asked.spec, asked.kv_dtype)
     try:
-        check(config, typed)
+        check(config)
     except ConfigError:
         assume(False)
     try:
@@ -104,11 +98,11 @@ def test_what_a_refusal_proposes_is_taken(
         return
     for proposed, _ in re.findall(r"(--[^()]+) \(([\d.]+ [GM]iB)\)[,;]", refusal):
         smaller = changed(config, proposed)
-        check(smaller, typed)
+        check(smaller)
         assert fixed_bytes(request(smaller, size)) < fixed_bytes(request(config, size)), proposed
     for proposed in filter(None, refusal.partition("nearest that fits: ")[2].split(" or ")):
         fitting = changed(config, proposed)
-        check(fitting, typed)
+        check(fitting)
         make_plan(request(fitting, size), needs_host(fitting))
 
 
@@ -123,3 +117,24 @@ def test_a_host_tier_that_others_need_is_kept(gib: int) -> None:
     assert "--host-kv-mib 0 (" in refusal()
     assert "--host-kv-mib" not in refusal(disk_cache="a folder")
     assert "--host-kv-mib" not in refusal(max_shared_prefixes=3)
+
+
+@pytest.mark.parametrize("named", ["cuda_graph", "overlap", "concurrent_prefill"])
+def test_a_switch_of_cards_is_refused_where_auto_is_the_cpu_as_where_that_was_asked_for(named: str) -> None:
+    config = EngineConfig(model="tiny", max_concurrency=2, named=(named,))
+    check_flags(config)
+    with pytest.raises(ConfigError, match=f"--{named.replace('_', '-')} has no effect without a card") as asked:
+        check_flags(replace(config, device="cpu"))
+    with pytest.raises(ConfigError) as found:
+        check_model(config, find("tiny"), torch.device("cpu"))
+    assert found.value.message == asked.value.message
+    check_model(replace(config, **{named: False}), find("tiny"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("named", ["cuda_graph", "concurrent_prefill"])
+def test_graphs_that_were_asked_for_are_refused_for_a_mixture_of_experts(named: str) -> None:
+    config = EngineConfig(model="m", named=(named,))
+    check_captured(config, GEOMETRIES["qwen3.8-27b"])
+    with pytest.raises(ConfigError, match="has no effect on a mixture of experts"):
+        check_captured(config, GEOMETRIES["qwen3.6-35b-a3b"])
+    check_captured(replace(config, named=()), GEOMETRIES["qwen3.6-35b-a3b"])
