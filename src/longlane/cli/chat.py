@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ from longlane.api.usage import timings
 from longlane.cli.options import MODEL, pick, pick_engine, takes
 from longlane.cli.session import LoadingBars, open_session
 from longlane.config import EngineConfig, ServerConfig
-from longlane.errors import LonglaneError
+from longlane.errors import ConfigError, LonglaneError
 
 T = TypeVar("T")
 
@@ -64,6 +65,8 @@ def chat(
     **values: Any,
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer, Ctrl-D ends the conversation."""
+    for flag, text in (("--prompt", prompt), ("--system", system)):
+        check_text(flag, text)
     console = Console(stderr=True, highlight=False)
     screen = Screen(console, hide_thinking)
     server_config: ServerConfig = pick(ServerConfig, values | {"default_max_tokens": max_tokens})
@@ -82,7 +85,18 @@ def chat(
                 console.print(f"longlane: {error.message}", markup=False)
                 messages.pop()
                 continue
-            messages.append({"role": "assistant", "content": "".join(parts)})
+            # What is left of thoughts that did not end is no answer.
+            messages.append({"role": "assistant", "content": "".join(parts) + END * screen.thinking})
+
+
+def check_text(flag: str, text: str | None) -> None:
+    """Raises `ConfigError` for a text that nothing can be answered to."""
+    if text is not None and not text.strip():
+        raise ConfigError(f"{flag} is empty; give it a text, or leave it out")
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{flag} is no text in UTF-8; write it in that encoding") from None
 
 
 def _leave(number: int, _: object) -> None:
@@ -104,6 +118,8 @@ def _loaded(state: ServerState, console: Console) -> Iterator[Background]:
 
 
 def _questions() -> Iterator[str]:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     while True:
         try:
             question = input("> ")
@@ -120,22 +136,35 @@ class Screen:
     def __init__(self, console: Console, hide_thinking: bool) -> None:
         self._console = console
         self._hide_thinking = hide_thinking
-        self._thinking = self._between = False
+        self.thinking = self._between = False
 
     def begin(self, thinking: bool) -> None:
         """Before each answer; `thinking`: it begins inside of thoughts."""
-        self._thinking, self._between = thinking, False
+        self.thinking, self._between = thinking, False
 
     def show(self, text: str) -> None:
-        if self._thinking:
+        if self.thinking:
             thought, end, text = text.partition(END)
-            self._thinking, self._between = not end, bool(end)
+            self.thinking, self._between = not end, bool(end)
             if not self._hide_thinking:
                 self._console.out(thought + "\n" * bool(end), style="dim", end="", highlight=False)
         if self._between:
             text = text.lstrip("\n")
             self._between = not text
         print(text, end="", flush=True)
+
+    def end(self, ended: Ended) -> None:
+        """Say where thoughts did not end by themselves, then what the answer took."""
+        print("\n", flush=True)
+        t, note = ended.timings, ""
+        if self.thinking:
+            begun = "" if self._hide_thinking else "\n"
+            note = f"{begun}longlane: --max-tokens came before the end of the thoughts, so there is no answer; raise it"
+        elif t.control_tokens:
+            note = f"longlane: --default-thinking-budget ended the thoughts after {t.thinking_tokens} tokens"
+        if note:
+            self._console.print(note, soft_wrap=True)
+        print(summary(ended), flush=True)
 
 
 async def _answer(state: ServerState, messages: list[dict[str, Any]], parts: list[str], screen: Screen) -> None:
@@ -150,7 +179,7 @@ async def _answer(state: ServerState, messages: list[dict[str, Any]], parts: lis
                 parts.append(event.text)
                 screen.show(event.text)
             if isinstance(event, Ended):
-                print(f"\n\n{summary(event)}", flush=True)
+                screen.end(event)
 
 
 def summary(ended: Ended) -> str:

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from longlane.api.request_log import RequestLog
 from longlane.api.sampling import SamplingDefaults
 from longlane.api.state import ServerState
+from longlane.api.thinking import END
 from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
 from longlane.config import EngineConfig, FaultPolicy, ServerConfig
@@ -32,6 +33,7 @@ def open_session(
         path = resolve(engine.model)
         resources = open_resources(path)
         frontend = Frontend.load(resources.get, resources.config, _template(server))
+    check_thinking(server, frontend)
     model_id = server.model_id or engine.model
     engine = replace(engine, model=str(path))
     return ServerState(
@@ -43,6 +45,14 @@ def open_session(
         request_log=RequestLog(server.request_log_jsonl),
         sampling=SamplingDefaults.of(frontend.generation, server),
     )
+
+
+def check_thinking(server: ServerConfig, frontend: Frontend) -> None:
+    """Raises `ConfigError` for a flag about thoughts of a model that has none."""
+    asked = (("--no-thinking", server.no_thinking), ("--default-thinking-budget", server.default_thinking_budget))
+    for flag, given in asked:
+        if given and frontend.tokenizer.id_of(END) is None:
+            raise ConfigError(f"{flag} has no effect on a model without thoughts ({END}), as this one is; leave it out")
 
 
 def check_folder(flag: str, directory: Path | None) -> None:

@@ -3,7 +3,9 @@
 import pytest
 from rich.console import Console
 
+from longlane.api.generation import Ended
 from longlane.cli.chat import Screen
+from longlane.types import Timings
 
 THOUGHT = ["Let me", " see.\n", "</think>", "\n", "\n", "Four", "\n\nand </think> is text."]
 ANSWER = "Four\n\nand </think> is text."
@@ -27,6 +29,29 @@ def test_thoughts_go_to_one_side_and_the_answer_to_the_other(capsys, chunks):
 def test_thoughts_can_be_hidden(capsys):
     found = shown(capsys, THOUGHT, hide=True)
     assert (found.out, found.err) == (ANSWER, "")
+
+
+@pytest.mark.parametrize(
+    ("chunks", "control", "note"),
+    [
+        (THOUGHT, 25, "longlane: --default-thinking-budget ended the thoughts after 5 tokens"),
+        (THOUGHT[:2], 0, "longlane: --max-tokens came before the end of the thoughts, so there is no answer; raise it"),
+        (THOUGHT[:2], 3, "longlane: --max-tokens came before the end of the thoughts, so there is no answer; raise it"),
+        (THOUGHT, 0, None),
+    ],
+)
+@pytest.mark.parametrize("hide", [True, False])
+def test_thoughts_that_did_not_end_by_themselves_are_one_line(capsys, chunks, control, note, hide):
+    screen = Screen(Console(stderr=True, highlight=False), hide)
+    screen.begin(True)
+    for chunk in chunks:
+        screen.show(chunk)
+    capsys.readouterr()
+    measured = Timings(thinking_tokens=5, control_tokens=control)
+    screen.end(Ended(index=0, reason="length", tokens=9, completion_tokens=9, timings=measured))
+    found = capsys.readouterr()
+    assert found.err.splitlines()[-1:] == ([note] if note else [])
+    assert found.out.startswith("\n\nTTFT 0 ms | ")
 
 
 def test_an_answer_without_thoughts_is_shown_as_it_is(capsys):

@@ -112,6 +112,15 @@ def test_one_answer_in_the_terminal(environment: dict[str, str]) -> None:
     )
 
 
+def test_thoughts_that_are_cut_and_bytes_that_are_no_text_end_no_conversation(environment: dict[str, str]) -> None:
+    command = [*LONGLANE, "chat", "tiny", *SMALL, "--greedy", "--default-thinking-budget", "2", "--hide-thinking"]
+    asked = b"Count from 1 to 9.\n\xff\xfe?\n"
+    done = subprocess.run(command, input=asked, capture_output=True, env=environment, timeout=120, check=True)
+    assert done.stdout.count(b"TTFT") == 2
+    told = [line for line in done.stderr.decode().splitlines() if not line.endswith(" ...")]
+    assert told == ["longlane: --default-thinking-budget ended the thoughts after 2 tokens"] * 2
+
+
 @pytest.mark.parametrize("when", ["loading", "asking", "answering"])
 def test_a_conversation_that_is_told_to_end_leaves_nothing_behind(
     tmp_path: Path, environment: dict[str, str], when: str
