@@ -52,10 +52,13 @@ def test_error_codes() -> None:
 def test_configuration(config: type) -> None:
     for field in dataclasses.fields(config):
         flag = "--" + field.name.replace("_", "-")
-        named = {"--model": "`MODEL`", "--cuda-graph": "`--no-cuda-graph`", "--overlap": "`--no-overlap`"}.get(
-            flag, f"`{flag}`"
-        )
-        assert named in FLAGS, field.name
+        others = {
+            "--model": "MODEL",
+            "--named": "named",
+            "--cuda-graph": "--no-cuda-graph",
+            "--overlap": "--no-overlap",
+        }
+        assert f"`{others.get(flag, flag)}`" in FLAGS, field.name
 
 
 def test_log_events() -> None:
