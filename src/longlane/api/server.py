@@ -16,6 +16,8 @@ from longlane.errors import ConfigError
 from longlane.types import Loading, Ready
 
 GRACE_S = 8.0
+# For the last bytes of replies that have ended.
+CLOSING_S = 2
 # A peer that acknowledges nothing for so long is gone; keep-alive comments make sure that there is something to
 # acknowledge.
 DEAD_PEER_MS = 15_000
@@ -41,7 +43,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(grace_s) + 2,
+                timeout_graceful_shutdown=CLOSING_S,
             )
         )
         self._application = application
@@ -51,18 +53,26 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def on_tick(self, counter: int) -> bool:
+        """Asked ten times a second: whether to exit. Who is leaving listens until nothing is open, to say so."""
+        drained = self._application.draining and not self.server_state.tasks
+        return await super().on_tick(counter) or drained
+
     def leave(self) -> None:
-        """Take no connection and no request any more; what runs may finish within the grace. The second time, end it
-        at once."""
+        """Take no request any more; what runs may finish within the grace. The second time, end it at once."""
         if self._application.draining:
             log.info("told to stop again: nothing is waited for any more")
-            self._application.end_running()
             self.force_exit = True
-        else:
-            count, grace_s = len(self._application.running), self._grace_s
-            log.info("told to stop: no new request is taken, the open ones (%d) have %g s to end", count, grace_s)
-            asyncio.get_running_loop().call_later(grace_s, self._application.end_running)
-        self._application.draining = self.should_exit = True
+            self._end()
+            return
+        count, grace_s = len(self._application.running), self._grace_s
+        log.info("told to stop: no new request is taken, the open ones (%d) have %g s to end", count, grace_s)
+        self._application.draining = True
+        asyncio.get_running_loop().call_later(grace_s, self._end)
+
+    def _end(self) -> None:
+        self._application.end_running()
+        self.should_exit = True
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -95,8 +105,8 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises `EngineError` when the model cannot be loaded.
 
-    At the first signal no connection and no request is taken any more; what runs may finish within `grace_s` and is
-    then ended with an error of its own. A second signal does not wait.
+    At the first signal no request is taken any more, which `/ready` and refusals say meanwhile; what runs may finish
+    within `grace_s` and is then ended with an error of its own. A second signal does not wait.
     """
     http = HttpServer(server, grace_s)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -38,10 +38,14 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 while new requests are taken."""
+    """200 while new requests are taken, else 503 with the reason."""
     server = _server(request)
-    state = "draining" if server.draining else server.engine.state
-    return json_response({"status": state}, 200 if state == "ready" else 503)
+    try:
+        server.require_serving()
+    except EngineError as error:
+        state = "draining" if server.draining else server.engine.state
+        return json_response({"status": state, "reason": error.message}, 503)
+    return json_response({"status": "ready"})
 
 
 async def metrics(request: Request) -> Response:

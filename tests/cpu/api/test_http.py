@@ -314,11 +314,12 @@ def test_what_is_waited_for_is_told_and_a_second_signal_ends_it(api: Api, caplog
     async def leave_twice() -> Event | Exception:
         with state.running.queue() as queue:
             http.leave()
-            assert (http.should_exit, http.force_exit, queue.empty()) == (True, False, True)
+            assert (http.should_exit, http.force_exit, queue.empty()) == (False, False, True)
             http.leave()
             return queue.get_nowait()
 
     assert "shutting down" in str(asyncio.run(leave_twice()))
+    assert http.should_exit
     assert http.force_exit
     assert caplog.messages == [
         "told to stop: no new request is taken, the open ones (1) have 60 s to end",

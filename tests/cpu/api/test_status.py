@@ -17,9 +17,11 @@ from .conftest import Api
 def test_health_is_the_engines(api: Api, state: str) -> None:
     assert (api.http.get("/health").status_code, api.http.get("/health").json()) == (200, {"status": "ok"})
     api.engine.state = state
-    for path in ("/health", "/ready"):
-        reply = api.http.get(path)
-        assert (reply.status_code, reply.json()) == (503, {"status": state})
+    reply = api.http.get("/health")
+    assert (reply.status_code, reply.json()) == (503, {"status": state})
+    reply = api.http.get("/ready")
+    assert (reply.status_code, reply.json()["status"]) == (503, state)
+    assert f"the engine is {state}" in reply.json()["reason"]
 
 
 def test_while_loading_models_are_listed_and_requests_told_to_come_back(api: Api) -> None:

@@ -68,7 +68,14 @@ def test_a_server_from_its_start_to_its_end(server: Server) -> None:
     with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, headers=key, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
+        assert httpx2.get(f"{server.url}/ready").json() == {"status": "ready"}
         server.process.send_signal(signal.SIGTERM)
+        server.wait_for(503, "/ready")
+        draining, alive = (httpx2.get(server.url + path) for path in ("/ready", "/health"))
+        assert draining.json() == {"status": "draining", "reason": "the server is shutting down"}
+        assert (alive.status_code, alive.json()) == (200, {"status": "ok"})
+        refused = httpx2.post(f"{server.url}/v1/completions", json=body, headers=key)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "service_unavailable")
         *_, last = [line for line in lines if line]
     assert last == "data: [DONE]" or "shutting down" in last
     assert server.process.wait(60) == 0
@@ -81,7 +88,8 @@ def test_a_server_from_its_start_to_its_end(server: Server) -> None:
     assert f"curl -N {server.url}/v1/chat/completions" in printed
     events = [json.loads(line)["event"] for line in server.log.read_text().splitlines()]
     assert events[:2] == ["server_start", "request_start"]
-    assert events[2] in ("request_done", "request_error")
+    assert events[2] == "request_rejected"
+    assert events[3] in ("request_done", "request_error")
     assert "k3y" not in server.log.read_text() + printed + server.err.read_text()
     assert "Traceback" not in server.err.read_text()
 
