@@ -4,18 +4,21 @@ the card waits.
     PYTHONPATH=src:. python bench/rounds.py [--spec off mtp] [--lanes 1 2 4 8] [--context 512 8192] [--out results.json]
 
 One engine a `--spec`, whose pages are filled with random codes: prompts but their last page are taken for computed.
-Random weights accept next to no draft, so with `mtp` acceptance is forced for the measurement: the first two of three
-drafts always stand, 3.0 tokens a round. Idle is what a round takes beyond its graphs alone, replayed back to back. The
-floor is what a round must read at the read ceiling of the same run: weights, states (once read, once written), keys and
-values.
+Random weights accept next to no draft, so with `mtp` acceptance is forced for the measurement, in the captured steps:
+the first two of three drafts always stand, 3.0 tokens a round. Idle is what a round takes beyond its graphs alone,
+replayed back to back. The floor is what a round must read at the read ceiling of the same run: weights, states (once
+read, once written), keys and values.
 """
 
 import argparse
 import gc
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from bench.card import need_card
@@ -26,7 +29,7 @@ from longlane.artifact.geometry import GEOMETRIES
 from longlane.config import EngineConfig
 from longlane.engine import startup
 from longlane.engine.loop import Engine
-from longlane.engine.steps import Answer, Steps
+from longlane.engine.steps import Steps
 from longlane.memory.plan import PAGE, page_bytes, state_bytes
 from longlane.models.registry import LoadedModel
 from longlane.types import Loading, Request, SamplingParams
@@ -126,28 +129,29 @@ def time_graphs(steps: Steps, repeats: int = 30) -> dict[str, Any]:
         each["plain step"] = queued([("step", rows, 1)])
     began = time.perf_counter()
     for _ in range(repeats):
-        steps._inputs.send()
         for key in keys:
             graphs.replay(key)
-        steps._answer.bring_back()
-        steps._answer.wait()
+        end = torch.cuda.Event()
+        end.record()
+        end.synchronize()
     return {"card_s": card_s, "bare_s": (time.perf_counter() - began) / repeats, "graphs_s": each}
 
 
-def force_acceptance(engine: Engine, drafts: int) -> None:
-    """Have the first `drafts` drafts of every round stand, whatever the model says."""
-    read = engine._runner.read
+@contextmanager
+def forced_acceptance(drafts: int) -> Iterator[None]:
+    """Steps captured meanwhile answer as if the first `drafts` drafts stood and the next did not, whatever the model
+    says."""
+    real = Steps._step
 
-    def forced() -> Answer:
-        answer = read()
-        for start, tokens in zip(answer.starts, answer.tokens, strict=True):
-            for column, token in enumerate(tokens[1 : 1 + drafts]):
-                answer.best[start + column] = token, 0.0
-            if len(tokens) > 1 + drafts:
-                answer.best[start + drafts] = tokens[1 + drafts] ^ 1, 0.0
-        return answer
+    def forced(self: Steps, rows: int, columns: int) -> None:
+        real(self, rows, columns)
+        count = rows * columns
+        best, tokens = (flat[:count].view(rows, columns) for flat in (self._answer.device[0], self._tokens))
+        best[:, :-1] = torch.where(torch.arange(columns - 1, device="cuda") < drafts, tokens[:, 1:], tokens[:, 1:] ^ 1)
+        self._answer.bring_back()
 
-    engine._runner.read = forced  # type: ignore[method-assign]
+    with patch.object(Steps, "_step", forced):
+        yield
 
 
 def floor_bytes(loaded: LoadedModel, spec: str, lanes: int, context: int, kv_dtype: str) -> int:
@@ -209,9 +213,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for spec in arguments.spec:
         longest = max(arguments.context) + 4 * (arguments.rounds + 9)
-        engine = start(loaded, spec, longest, max_concurrency=max(arguments.lanes), kv_dtype=arguments.kv_dtype)
-        if spec == "mtp":
-            force_acceptance(engine, STAND)
+        with forced_acceptance(STAND) if spec == "mtp" else nullcontext():
+            engine = start(loaded, spec, longest, max_concurrency=max(arguments.lanes), kv_dtype=arguments.kv_dtype)
         for context in arguments.context:
             for lanes in arguments.lanes:
                 floor_s = floor_bytes(loaded, spec, lanes, context, arguments.kv_dtype) / read

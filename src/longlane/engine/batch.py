@@ -1,6 +1,6 @@
 """From rows of host data to the tensors of a prefill step."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
@@ -16,12 +16,14 @@ from longlane.sampling import ColumnParameters
 @dataclass(frozen=True, slots=True)
 class Row:
     """token_ids to compute on top of what `lease` has in the cache. In a decode round, neural: drafts that the MTP head
-    is to make after them; parameters: what each column is drawn with, greedily where there are none."""
+    is to make after them; parameters: what each column is drawn with, greedily where there are none; stops: the ids
+    that end the answer, None where more than they and what is drawn decides which drafts stand."""
 
     lease: Lease
     token_ids: Sequence[int]
     neural: int = 0
     parameters: Sequence[ColumnParameters] = ()
+    stops: Collection[int] | None = None
 
     @property
     def columns(self) -> int:

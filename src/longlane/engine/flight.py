@@ -170,5 +170,6 @@ def decode_row(job: Job, proposal: Proposal) -> Row:
     """The last token and the drafts."""
     assert job.lease is not None
     token_ids = [job.tokens[-1], *proposal.token_ids]
-    parameters = column_parameters(job.row, len(token_ids) + proposal.neural) if job.row.params.temperature else ()
-    return Row(job.lease, token_ids, proposal.neural, parameters)
+    columns = len(token_ids) + proposal.neural
+    parameters = column_parameters(job.row, columns) if job.row.params.temperature else ()
+    return Row(job.lease, token_ids, proposal.neural, parameters, job.row.sole_ends(columns))

@@ -21,8 +21,11 @@ from longlane.spec.mtp import MTPDrafter
 
 Key = tuple[str, int, int]
 Body = tuple[Key, Callable[[], None]]
+# Ids that a row can name to end its answer, for the device to tell which drafts stand.
+MAX_STOPS = 4
 # Lines of the input block.
-_CONTEXT, _SLOT, _GIVEN, _TOKENS = range(4)
+_CONTEXT, _SLOT, _GIVEN, _OWN, _STOPS = range(5)
+_TOKENS = _STOPS + MAX_STOPS
 
 
 class Model(Protocol):
@@ -67,9 +70,14 @@ class Answer:
 class Steps:
     """The rounds of one model. `launch`, then `read` and `settle`; nothing waits for the device but `read`.
 
+    What settles a round is launched with it where rows name all that ends them, so that the device finds out which
+    drafts stand, and has work while the host does.
+
     Rows and columns are rounded up to sizes there are graphs for: rows with context 0 on slot 0 and page 0, columns
     past a row's own that nobody reads. Inputs are one block, so that one copy brings them:
-    [context | slot | given | token of column 0 | 1 ...] x lanes, where columns past `given` take the head's drafts.
+    [context | slot | given | own | stop ids | token of column 0 | 1 ...] x lanes, where columns past `given` take the
+    head's drafts, and `own` is how many columns may stand, or -1 where the host will say how many do. It is sent at the
+    beginning of a round's graphs, and the answer comes back at their end.
     """
 
     def __init__(
@@ -99,9 +107,11 @@ class Steps:
         self._graphs: Graphs | None = None
         # The same for part of the card, where rounds may run beside a chunk.
         self._part_graphs: Graphs | None = None
-        # Of the running round: its rows, its rows and columns after rounding, where its graphs are, and what ran and
-        # came of it.
+        self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # Of the running round: its rows, its rows and columns after rounding, whether it is settled, where its graphs
+        # are, and what ran and came of it.
         self._round = (0, 0, 0)
+        self._settled = False
         self._replayed: Graphs | None = None
         self._ran: tuple[Batch, Output] | None = None
 
@@ -128,7 +138,7 @@ class Steps:
                 (("draw", rows, columns), partial(self._draw, rows, columns)),
             ]
             if settle:
-                bodies.append((settle, partial(self._settle, rows)))
+                bodies.append((settle, partial(self._settle, rows, columns)))
             self._prepare(bodies, graphs)
         if self._drafter:
             for depth in range(1, min(self._limits.columns - 1, MAX_MTP_DRAFTS) + 1):
@@ -157,6 +167,8 @@ class Steps:
         self._replayed = self._part_graphs if beside else self._graphs
         rows = _at_least(self._row_sizes, len(live))
         columns = _at_least(self._column_sizes, max(row.columns for row in live))
+        # Whoever can tell which drafts stand does it for all rows.
+        self._settled = all(row.stops is not None and len(row.stops) <= MAX_STOPS for row in live)
         self._fill(live, rows, columns)
         if depth := max(row.neural for row in live):
             self._run(("propose", rows, depth), partial(self._propose, rows, depth))
@@ -165,13 +177,17 @@ class Steps:
         if any(row.parameters for row in live):
             self._fill_parameters(live, rows, columns)
             self._run(("draw", rows, columns), partial(self._draw, rows, columns))
-        self._answer.bring_back()
+        if self._done:
+            self._done.record()
+        if self._settled:
+            self._launch_settling()
 
     def read(self) -> Answer:
         """Wait for the round and take its answer."""
         live, _, columns = self._round
         count = live * columns
-        self._answer.wait()
+        if self._done:
+            self._done.synchronize()
         ids, peaks, flat = self._answer.host[:, :count].tolist()
         tokens, starts = list(map(int, flat)), range(0, count, columns)
         best = list(zip(map(int, ids), peaks, strict=True))
@@ -179,19 +195,22 @@ class Steps:
         return Answer([tokens[start : start + columns] for start in starts], best, self._logits[:count], starts)
 
     def settle(self, accepted: Sequence[int]) -> None:
-        """Move states and the MTP head on by the first `accepted` columns of each row."""
+        """Move states and the MTP head on by the first `accepted` columns of each row, unless the device has."""
+        if not self._settled:
+            self._accepted.host[:] = 0
+            self._accepted.host[: len(accepted)] = accepted
+            self._launch_settling()
+
+    def _launch_settling(self) -> None:
         _, rows, columns = self._round
         _, key = self._keys(rows, columns)
         if key:
-            self._accepted.host[:rows] = 0
-            self._accepted.host[: len(accepted)] = accepted
-            self._accepted.send()
-            self._run(key, partial(self._settle, rows))
+            self._run(key, partial(self._settle, rows, columns))
 
     @property
     def done(self) -> bool:
         """Whether `read` would not wait."""
-        return self._answer.there
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     @property
     def graphed(self) -> bool:
@@ -209,17 +228,18 @@ class Steps:
             body()
 
     def _fill(self, live: Sequence[Row], rows: int, columns: int) -> None:
-        """Bring the rows' inputs to the device; block tables only where they changed."""
-        lines = [[0, 0, columns] + [0] * columns] * rows
+        """Write the rows' inputs; send block tables where they changed."""
+        unused = [0] * _STOPS + [-1] * MAX_STOPS + [0] * columns
+        lines = [unused] * rows
         for place, row in enumerate(live):
-            given = len(row.token_ids)
-            rest = [0] * (columns - given)
+            stops = row.stops if self._settled and row.stops else ()
             lines[place] = [
-                row.lease.length, row.lease.slot, given - 1 if row.neural else columns, *row.token_ids, *rest,
+                row.lease.length, row.lease.slot, len(row.token_ids) - 1 if row.neural else columns,
+                row.columns if self._settled else -1, *stops, *unused[_STOPS + len(stops) : _TOKENS],
+                *row.token_ids, *unused[_TOKENS + len(row.token_ids) :],
             ]  # fmt: skip
         self._context = tuple(line[_CONTEXT] for line in lines)
         self._inputs.host[: _TOKENS + columns, :rows] = np.array(lines, dtype=np.int32).T
-        self._inputs.send()
         for place in range(rows):
             pages = live[place].lease.pages.tobytes() if place < len(live) else b""
             if pages != self._known[place]:
@@ -237,7 +257,6 @@ class Steps:
         for place, row in enumerate(live):
             if row.parameters:
                 parameters[:, place, : row.columns] = np.array(row.parameters).T
-        self._parameters.send()
 
     def _batch(self, rows: int, columns: int, token_ids: Tensor) -> Batch:
         """The fixed buffers as a step of `rows` x `columns` tokens."""
@@ -256,11 +275,13 @@ class Steps:
 
     def _propose(self, rows: int, depth: int) -> None:
         assert self._drafter is not None
+        self._inputs.send()
         first = self._inputs.device[_TOKENS, :rows].long()
         self._drafts[:rows, 1 : depth + 1] = self._drafter.propose(self._batch(rows, 1, first), depth)
 
     def _step(self, rows: int, columns: int) -> None:
         inputs, count = self._inputs.device, rows * columns
+        self._inputs.send()
         column = torch.arange(columns, device=self._device)
         given = inputs[_TOKENS : _TOKENS + columns, :rows].T.long()
         drafted = column > inputs[_GIVEN, :rows, None]
@@ -276,21 +297,39 @@ class Steps:
         answer = self._answer.device
         answer[0, :count], answer[1, :count] = greedy(logits)
         answer[2, :count] = tokens
+        self._answer.bring_back()
 
     def _draw(self, rows: int, columns: int) -> None:
         assert self._logits is not None
         count = rows * columns
+        self._parameters.send()
         parameters = self._parameters.device[: 5 * count].view(5, count)
         self._answer.device[0, :count], _ = draw_rows(self._logits[:count], parameters)
+        self._answer.bring_back()
 
-    def _settle(self, rows: int) -> None:
+    def _settle(self, rows: int, columns: int) -> None:
         assert self._ran is not None
         batch, output = self._ran
-        accepted = self._accepted.device[:rows].long()
+        accepted = self._standing(rows, columns)
         if output.records is not None:
             self._model.fold(batch, self._caches, output.records, accepted)
         if self._drafter:
             self._drafter.observe(batch, output.hidden, accepted.clamp(min=1))
+
+    def _standing(self, rows: int, columns: int) -> Tensor:
+        """[rows] int64: how many columns of each row stand. That is its first, and every draft that was drawn in its
+        place, up to one that ends the answer: as `sampling.decide` would decide, where nothing but stop ids ends it."""
+        self._accepted.send()
+        inputs, count = self._inputs.device, rows * columns
+        own = inputs[_OWN, :rows].long()
+        drawn = self._answer.device[0, :count].view(rows, columns)[:, :-1]
+        drafts = self._tokens[:count].view(rows, columns)[:, 1:]
+        ends = (drawn[:, :, None] == inputs[_STOPS:_TOKENS, :rows].T[:, None]).any(dim=2)
+        within = torch.arange(1, columns, device=self._device) < own[:, None]
+        stands = (drawn == drafts) & within & ~ends
+        # Rows without a request have no column of their own.
+        run = (1 + stands.cumprod(dim=1).sum(dim=1)).minimum(own)
+        return torch.where(own < 0, self._accepted.device[:rows].long(), run)
 
 
 def _at_least(sizes: Sequence[int], count: int) -> int:

@@ -59,6 +59,13 @@ class RowState:
         """Whether the next token is forced whatever the logits say."""
         return self.thinking is not None and self.thinking.phase == "forcing"
 
+    def sole_ends(self, columns: int) -> frozenset[int] | None:
+        """The stop ids, where they and what is drawn without penalties and mask are all that decides the next
+        `columns`; a budget of tokens aside. None where there is more to it."""
+        thinking, budget = self.thinking, self.request.thinking
+        closing = thinking is not None and budget is not None and thinking.may_force(budget, columns)
+        return None if self.penalties or self.mask or closing else self.stops
+
     def expected(self) -> list[int]:
         """Tokens known to come next without a drafter (the rest of a forced close): free drafts."""
         budget = self.request.thinking

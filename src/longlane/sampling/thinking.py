@@ -51,6 +51,10 @@ class ThinkingState(msgspec.Struct, kw_only=True):
                 self.used += 1
         return drawn, False
 
+    def may_force(self, budget: ThinkingBudget, columns: int) -> bool:
+        """Whether one of the next `columns` tokens could be forced."""
+        return self.phase == "forcing" or (self.phase != "closed" and self.used + columns > budget.tokens)
+
     def expected(self, budget: ThinkingBudget) -> list[int]:
         """The forced tokens that come next, as drafts: certain while forcing, all but certain at the limit."""
         if self.phase == "forcing" or (self.phase == "open" and self.used >= budget.tokens):

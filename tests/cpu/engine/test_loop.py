@@ -65,6 +65,24 @@ def workloads(draw: st.DrawFn) -> tuple[list[tuple[int, Request]], dict[str, int
     return arrivals, cancels
 
 
+def watch_states(engine: Engine) -> None:
+    """Check of every verify round that states move on by exactly the tokens that stand, whoever told how many."""
+    model, flights, folded = engine._runner.model, engine._flights, []
+    fold, read = model.fold, flights.read_round
+
+    def watched_fold(batch, caches, records, accepted):
+        folded.append(accepted.tolist())
+        fold(batch, caches, records, accepted)
+
+    def watched_read():
+        outcomes = read()
+        if folded:
+            assert folded.pop()[: len(outcomes)] == [len(outcome.token_ids) for outcome in outcomes]
+        return outcomes
+
+    model.fold, flights.read_round = watched_fold, watched_read
+
+
 def check_invariance(
     workload,
     lanes: int,
@@ -84,6 +102,7 @@ def check_invariance(
     made = {"speculator": speculator, "clock": Clock(tick=0.001), "overlap": overlap}
     made["beside"] = None if beside is None else PatientLane(beside)
     engine, log = build(config, pages=pages, **made), Log()
+    watch_states(engine)
     paused = False
     for step in range(100_000):
         for at, wanted in arrivals:
@@ -132,6 +151,35 @@ def test_every_answer_is_that_of_a_run_alone_at_length(
     workload, lanes, chunk, spare, drafts, wrong, floor, overlap, beside
 ):
     check_invariance(workload, lanes, chunk, spare, drafts, wrong, floor, overlap, beside)
+
+
+@pytest.mark.parametrize("stops", [1, 4, 5])
+@pytest.mark.parametrize("kind", ["plain", "drawn", "penalised", "thinking"])
+def test_states_end_with_the_token_before_a_stop_id_that_was_drafted(kind, stops):
+    """Wherever in a round it comes, with more ids than the device is told, and where the device cannot tell."""
+    params = {"drawn": {"temperature": 0.9, "seed": 2}, "penalised": {"temperature": 0.0, "presence_penalty": 1.0}}
+    budget = ThinkingBudget(tokens=9, start_id=1, end_id=2, forced_ids=[5, 2], open=True)
+    changes = {
+        "sampling": SamplingParams(**params.get(kind, {"temperature": 0.0})),
+        "thinking": budget if kind == "thinking" else None,
+    }
+    free = oracle(request("a", 70, 30, **changes)).token_ids
+    others = [token for token in range(VOCAB) if token not in free][: stops - 1]
+    for length in range(4, 16):
+        if free[length] in [*free[:length], *budget.forced_ids]:
+            continue
+        engine = build(settings(), pages=8, spare_slots=2, speculator=Guesser(3, wrong=10**6), overlap=True)
+        watch_states(engine)
+        wanted = request("a", 70, 30, stop_ids=[free[length], *others], **changes)
+        engine.submit(wanted)
+        log = run(engine)
+        assert log.finished["a"].reason == "stop"
+        check_answers(log, [wanted])
+        again = Request(id="b", token_ids=[*wanted.token_ids, *log.tokens["a"], 5], max_tokens=9)
+        engine.submit(again)
+        run(engine, log)
+        assert log.finished["b"].timings.cached_tokens == 70 + length, "the state of the answer was kept"
+        check_answers(log, [again])
 
 
 def test_two_lanes_fill_the_pool_to_its_last_page_and_the_third_waits():
