@@ -194,6 +194,18 @@ def conditions(options: argparse.Namespace, versions: list[str], load_before: fl
     ]
 
 
+def check_peer(python: str) -> None:
+    """Exit with one line where the peer's interpreter or its package is not there."""
+    try:
+        done = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise SystemExit(f"--peer-python {python}: {error.strerror}; name the interpreter of its environment") from None
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
+        cure = f"{python} -m pip install llama-cpp-python"
+        raise SystemExit(f"--peer-python {python} cannot import llama_cpp ({why}); {cure}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", help="interpreter that has llama-cpp-python; without it only our side runs")
@@ -207,6 +219,8 @@ def main() -> None:
     clock = time.process_time if options.busy else time.perf_counter
     if options.contender:
         return contender(options.contender, options.threads, clock)
+    if options.peer_python:
+        check_peer(options.peer_python)
     load_before = os.getloadavg()[0]
     path, count = find("demo"), str(options.threads)
     busy = ["--busy"] if options.busy else []

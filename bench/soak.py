@@ -185,7 +185,7 @@ def quiet(loading: Loading) -> None:
     """Nobody watches the start."""
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", default=None)
     parser.add_argument("--seconds", type=float, default=540)
@@ -196,21 +196,36 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="be the second process")
     parser.add_argument("--out", type=Path, default=None, help="samples and sums; tokens lie beside it in .jsonl")
     arguments = parser.parse_args()
+    if arguments.eager_every and not arguments.eager and not arguments.out:
+        parser.error("--eager-every compares what --out leaves; name a file there, or use --eager-every 0")
+    return arguments
+
+
+def start_twin(out: Path) -> subprocess.Popen[bytes]:
+    """The same command in a second process, eagerly, which leaves its results in `out`."""
+    with out.with_suffix(".log").open("w") as log:
+        return subprocess.Popen([*sys.orig_argv, "--eager", "--out", str(out)], stdout=log, stderr=log)
+
+
+def load(geometry: str | None, device: torch.device) -> tuple[LoadedModel, list[int]]:
+    """A model, and the ids that prompts are cut from."""
+    if geometry:
+        ids = torch.randint(0, 200_000, (1 << 20,), generator=torch.Generator().manual_seed(0)).tolist()
+        return random_model(GEOMETRIES[geometry], device), ids
+    path = find("tiny")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    loaded = load_model(path, device=device, dtype=dtype, packed=True, mtp=True)
+    return loaded, Tokenizer((path / "tokenizer.json").read_bytes()).encode_text(english() + source(PYTHON))
+
+
+def main() -> None:
+    arguments = parse()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     twin = None
     if arguments.eager_every and not arguments.eager:
-        assert arguments.out, "--eager-every compares what --out leaves"
         eagerly = arguments.out.with_suffix(".eager.json")
-        with eagerly.with_suffix(".log").open("w") as log:
-            twin = subprocess.Popen([*sys.orig_argv, "--eager", "--out", str(eagerly)], stdout=log, stderr=log)
-    if arguments.geometry:
-        loaded = random_model(GEOMETRIES[arguments.geometry], device)
-        text = torch.randint(0, 200_000, (1 << 20,), generator=torch.Generator().manual_seed(0)).tolist()
-    else:
-        path = find("tiny")
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        loaded = load_model(path, device=device, dtype=dtype, packed=True, mtp=True)
-        text = Tokenizer((path / "tokenizer.json").read_bytes()).encode_text(english() + source(PYTHON))
+        twin = start_twin(eagerly)
+    loaded, text = load(arguments.geometry, device)
     lanes, context = arguments.lanes, arguments.longest + 1024
     engine = engine_of(loaded, lanes, context, graphs=not arguments.eager, kv_dtype=arguments.kv_dtype)
     every = arguments.eager_every if arguments.eager else 1

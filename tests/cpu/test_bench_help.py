@@ -35,6 +35,15 @@ for script in sys.argv[1:]:
     except SystemExit as end:
         print(end.code)
 """
+PEERLESS = """
+import runpy, sys
+for python in sys.argv[1:]:
+    sys.argv = ["bench/cpu_peer.py", "--peer-python", python]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        print(end.code)
+"""
 OF_A_CARD = ("step", "kernels", "attention", "rounds", "prefill", "serve_mix", "start")
 
 
@@ -46,6 +55,20 @@ def test_a_benchmark_of_a_card_says_so_where_there_is_none() -> None:
     )  # fmt: skip
     assert done.stderr.splitlines() == [f"{script} needs an NVIDIA card" for script in scripts]
     assert done.stdout.split() == ["2"] * len(scripts)
+
+
+def test_a_peer_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f"#!/bin/sh\nexec {sys.executable} -I -c \"import sys; sys.modules['llama_cpp'] = None; $2\"\n")
+    bare.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-c", PEERLESS, "/nowhere/python", str(bare)], cwd=ROOT, timeout=120,
+        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    nowhere, without = done.stdout.splitlines()
+    assert nowhere.startswith("--peer-python /nowhere/python: No such file or directory; name the interpreter")
+    assert without.startswith(f"--peer-python {bare} cannot import llama_cpp (ModuleNotFoundError")
+    assert without.endswith(f"; {bare} -m pip install llama-cpp-python")
 
 
 def test_every_benchmark_explains_itself_without_a_card() -> None:
