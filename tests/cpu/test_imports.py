@@ -36,6 +36,7 @@ NARROW = {
     ("api", "engine"): {"client", "supervisor"},
 }
 TORCH_FREE = ["api", "text", "types", "errors", "config", "artifact.container", "artifact.resources", "engine.client"]
+TORCH_FREE += ["engine.flags", "artifact.sizes"]
 
 
 def imported_modules(path: Path) -> list[str]:

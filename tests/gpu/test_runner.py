@@ -14,10 +14,10 @@ from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import weight_bytes
 from longlane.config import EngineConfig
 from longlane.engine import startup
+from longlane.engine.flags import sections
 from longlane.engine.graphs import Graphs
 from longlane.engine.loop import Engine
 from longlane.engine.partition import give_back, split
-from longlane.engine.planning import sections
 from longlane.kernels.linear import linear, prepare
 from longlane.kernels.sampling import greedy
 from longlane.types import Request, SamplingParams

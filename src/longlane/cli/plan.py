@@ -18,8 +18,8 @@ from longlane.artifact.text_config import read_json
 from longlane.cli.options import HELP, MODEL, pick_engine, takes
 from longlane.cli.tables import print_plan
 from longlane.config import EngineConfig
-from longlane.engine.flags import check_flags, needs_host
-from longlane.engine.planning import check_captured, check_states, plan_request, sections
+from longlane.engine.flags import check_flags, check_model_flags, needs_host, sections
+from longlane.engine.planning import plan_request
 from longlane.errors import ConfigError
 from longlane.memory.plan import GIB, MIB
 from longlane.memory.planner import make_plan
@@ -61,12 +61,11 @@ def plan(
     check_flags(engine)
     size = parse_size(vram)
     config, path = model_config(model, geometry)
+    check_model_flags(engine, config, path)
     vision_tokens = vision_max_tokens or (VISION_TOKENS if vision else 0)
     tower = _tower(path, geometry) if vision_tokens else None
     weights = weight_bytes(config, path, sections(engine, vision=bool(vision_tokens)), engine.weights, tower)
     spec = cache_spec(config, mtp="mtp" in engine.spec)
-    check_states(engine, spec)
-    check_captured(engine, config)
     request = plan_request(engine, config, spec, weights, device=torch.device("cuda"), device_bytes=size)
     made = make_plan(replace(request, vision_tokens=vision_tokens), needs_host(engine))
     if as_json:

@@ -15,7 +15,7 @@ from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
 from longlane.config import EngineConfig, FaultPolicy, ServerConfig
 from longlane.engine.client import EngineClient
-from longlane.engine.flags import check_flags, check_policy, check_sampling
+from longlane.engine.flags import check_flags, check_model_flags, check_policy, check_sampling
 from longlane.errors import ConfigError
 from longlane.text.frontend import Frontend
 from longlane.types import Loading
@@ -32,6 +32,7 @@ def open_session(
     with console.status(f"opening {engine.model}"):
         path = resolve(engine.model)
         resources = open_resources(path)
+        check_model_flags(engine, resources.config, path)
         frontend = Frontend.load(resources.get, resources.config, _template(server))
     check_thinking(server, frontend)
     model_id = server.model_id or engine.model

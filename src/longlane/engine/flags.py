@@ -1,9 +1,14 @@
-"""What flags mean beside each other. No torch: the server asks before it starts an engine."""
+"""What flags mean beside each other and for a model. No torch: the server asks before it starts an engine."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from longlane.artifact.inventory import SECTIONS, Section
+from longlane.artifact.sizes import weight_bytes
 from longlane.config import EngineConfig, FaultPolicy, ServerConfig
-from longlane.errors import ConfigError
+from longlane.errors import ConfigError, PlanError
 
 
 def check_flags(config: EngineConfig) -> None:
@@ -30,14 +35,11 @@ def _unserved(config: EngineConfig) -> list[tuple[str, str]]:
     anchors, gib = changed("auto_long_anchors"), changed("disk_cache_gib")
     inside = changed("max_long_anchors_per_continuation")
 
-    def on(name: str) -> bool:
-        return name in config.named and bool(getattr(config, name))
-
     card, parted = config.device != "cpu", "two lanes, --cuda-graph, --overlap and a --decode-floor above 0"
     needs = (
-        ("--cuda-graph", on("cuda_graph"), card, "a card"),
-        ("--overlap", on("overlap"), card, "a card"),
-        ("--concurrent-prefill", on("concurrent_prefill"), card and concurrent(config), f"a card, {parted}"),
+        ("--cuda-graph", _on(config, "cuda_graph"), card, "a card"),
+        ("--overlap", _on(config, "overlap"), card, "a card"),
+        ("--concurrent-prefill", _on(config, "concurrent_prefill"), card and concurrent(config), f"a card, {parted}"),
         ("--draft-tokens", config.draft_tokens, config.spec != "off", "--spec mtp or lookup"),
         ("--lm-head-draft", config.lm_head_draft, "mtp" in config.spec, "--spec mtp, whose drafts it is for"),
         ("--device-state-slots", config.device_state_slots, reuse, "--prefix-reuse"),
@@ -51,6 +53,57 @@ def _unserved(config: EngineConfig) -> list[tuple[str, str]]:
         ("--disk-cache", config.disk_cache, tiers, "--prefix-reuse and --host-kv-mib, through which all of it passes"),
     )
     return [(flag, need) for flag, asked, served, need in needs if asked and not served]
+
+
+def check_model_flags(config: EngineConfig, text: dict[str, Any], path: Path | None) -> None:
+    """Raises a `LonglaneError` for a flag that a model cannot be served with, or that changes nothing about it.
+
+    text: the text model's configuration. path: where it is from, None for a released geometry.
+    """
+    native = text.get("max_position_embeddings")
+    if isinstance(native, int) and (config.max_context or 0) > native:
+        raise PlanError(
+            f"--max-context {config.max_context}: the model was trained for {native} tokens; use at most that"
+        )
+    for flag, need in _unserved_by(text, config):
+        raise ConfigError(f"{flag} has no effect without {need}, and this model has none; leave it out")
+    # Raises for a part or a format that is not there.
+    weight_bytes(text, path, sections(config), config.weights)
+
+
+def _unserved_by(text: Mapping[str, Any], config: EngineConfig) -> list[tuple[str, str]]:
+    """Flags without effect on a model, and what each needs. Tiers below the device need recurrent states."""
+    recurrent = "linear_attention" in (text.get("layer_types") or ())
+    captured = can_be_captured(text)
+    states, graphs = "recurrent layers", "steps that can be captured (experts cannot)"
+    needs = (
+        ("--disk-cache", config.disk_cache, recurrent, states),
+        ("--host-kv-mib", config.host_kv_mib, recurrent, states),
+        ("--host-state-slots", config.host_state_slots, recurrent, states),
+        ("--max-private-continuations", config.max_private_continuations, recurrent, states),
+        ("--max-shared-prefixes", config.max_shared_prefixes, recurrent, states),
+        ("--device-state-slots", config.device_state_slots, recurrent, states),
+        ("--gdn-state", config.gdn_state != "fp32", recurrent, states),
+        ("--cuda-graph", _on(config, "cuda_graph"), captured, graphs),
+        ("--concurrent-prefill", _on(config, "concurrent_prefill"), captured, graphs),
+    )
+    return [(flag, need) for flag, asked, served, need in needs if asked and not served]
+
+
+def _on(config: EngineConfig, name: str) -> bool:
+    """Whether a switch was turned on by name."""
+    return name in config.named and bool(getattr(config, name))
+
+
+def sections(config: EngineConfig, *, vision: bool = False) -> list[Section]:
+    """The parts of a model that the flags ask for."""
+    asked = {"text": True, "mtp": "mtp" in config.spec, "draft_head": config.lm_head_draft, "vision": vision}
+    return [section for section in SECTIONS if asked.get(section)]
+
+
+def can_be_captured(text: Mapping[str, Any]) -> bool:
+    """Whether a step of the model is the same launches whatever its tokens are: not where experts are chosen."""
+    return "num_experts" not in text
 
 
 def check_policy(policy: FaultPolicy) -> None:

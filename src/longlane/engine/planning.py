@@ -9,20 +9,19 @@ from typing import Any
 import psutil
 import torch
 
-from longlane.artifact.inventory import SECTIONS, Section
 from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import Plain, weight_bytes
 from longlane.config import EngineConfig
-from longlane.engine.flags import check_flags, concurrent, needs_host
+from longlane.engine.flags import can_be_captured, check_flags, check_model_flags, concurrent, needs_host, sections
 from longlane.errors import ConfigError
 from longlane.kernels.linear import on_tiles
 from longlane.memory.plan import (
+    DEFAULT_CONTEXT,
     DRIVER_BYTES,
     HOST_KV_MIB,
     VALUE_BYTES,
     PlanRequest,
     activation_width,
-    choose_context,
     max_drafts,
     page_bytes,
 )
@@ -39,40 +38,12 @@ def check_model(config: EngineConfig, path: Path, device: torch.device) -> None:
     mib = host_kv_mib(config, device)
     check_flags(replace(config, device=device.type, host_kv_mib=mib))
     text = open_resources(path).config
-    check_captured(config, text)
     spec = cache_spec(text, mtp="mtp" in config.spec, source=path)
-    check_states(config, spec)
+    check_model_flags(config, text, path)
     weights = placed_weights(config, text, path, device)
     request = plan_request(config, text, spec, weights, device=device, device_bytes=free_bytes(config, device))
     plan = make_plan(request, needs_host(config))
     check_tiers(config, pages=(mib << 20) // page_bytes(spec, plan.kv_dtype), states=host_states(config))
-
-
-def check_states(config: EngineConfig, spec: CacheSpec) -> None:
-    """Raises `ConfigError` for a flag about recurrent states of a model that has none. Tiers below the device need
-    them too."""
-    if spec.gdn_layers:
-        return
-    asked = (
-        ("--disk-cache", config.disk_cache),
-        ("--host-kv-mib", config.host_kv_mib),
-        ("--host-state-slots", config.host_state_slots),
-        ("--max-private-continuations", config.max_private_continuations),
-        ("--max-shared-prefixes", config.max_shared_prefixes),
-        ("--device-state-slots", config.device_state_slots),
-        ("--gdn-state", config.gdn_state != "fp32"),
-    )
-    for flag, given in asked:
-        if given:
-            raise ConfigError(f"{flag} has no effect without recurrent layers, and this model has none; leave it out")
-
-
-def check_captured(config: EngineConfig, text: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a flag about CUDA graphs of a model that has none."""
-    for name in ("cuda_graph", "concurrent_prefill"):
-        if name in config.named and getattr(config, name) and not can_be_captured(text):
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} has no effect on a mixture of experts, which is never captured; leave it out")
 
 
 def check_tiers(config: EngineConfig, *, pages: int, states: int) -> None:
@@ -114,7 +85,7 @@ def plan_request(
         kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
         gdn_state=config.gdn_state,
         lanes=config.max_concurrency,
-        max_context=choose_context(config.max_context, int(text["max_position_embeddings"])),
+        max_context=config.max_context or min(DEFAULT_CONTEXT, int(text["max_position_embeddings"])),
         kv_capacity=config.kv_capacity,
         state_slots=spare_slots(config),
         prefill_chunk=config.prefill_chunk,
@@ -146,12 +117,6 @@ def compute_dtype(config: EngineConfig, device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "float32"
 
 
-def sections(config: EngineConfig, *, vision: bool = False) -> list[Section]:
-    """The parts of a model that the flags ask for."""
-    asked = {"text": True, "mtp": "mtp" in config.spec, "draft_head": config.lm_head_draft, "vision": vision}
-    return [section for section in SECTIONS if asked.get(section)]
-
-
 def free_bytes(config: EngineConfig, device: torch.device, taken: int = 0) -> int:
     """What may be planned with: as asked, else all of a card; of the host, what is free now, and what was `taken`."""
     if config.memory_bytes:
@@ -159,11 +124,6 @@ def free_bytes(config: EngineConfig, device: torch.device, taken: int = 0) -> in
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(psutil.virtual_memory().available) + taken
-
-
-def can_be_captured(text: Mapping[str, Any]) -> bool:
-    """Whether a step of the model is the same launches whatever its tokens are: not where experts are chosen."""
-    return "num_experts" not in text
 
 
 def spare_slots(config: EngineConfig) -> int:

@@ -13,11 +13,10 @@ from longlane.artifact.identity import weights_identity
 from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
 from longlane.config import EngineConfig
-from longlane.engine.flags import check_flags, concurrent
+from longlane.engine.flags import can_be_captured, check_flags, concurrent
 from longlane.engine.loop import Engine
 from longlane.engine.planning import (
     DTYPES,
-    can_be_captured,
     check_model,
     compute_dtype,
     fast,

@@ -87,13 +87,6 @@ def sized(size: int, *, up: bool) -> str:
     return f"{hundredths / 100:.2f} {name}"
 
 
-def choose_context(asked: int | None, native: int) -> int:
-    """Tokens of a context by `--max-context`. Raises `PlanError` for more than the `native` ones of the model."""
-    if (asked or 0) > native:
-        raise PlanError(f"--max-context {asked}: the model was trained for {native} tokens; use at most that")
-    return min(native, DEFAULT_CONTEXT) if asked is None else asked
-
-
 def max_drafts(spec: SpecMode, draft_tokens: int | None) -> int:
     """The most drafts a row is given in a round, under `--draft-tokens` (None is auto). Raises `PlanError`."""
     if spec == "off":

@@ -1,5 +1,6 @@
 """The command line: what it offers, how fast it answers, and how it refuses."""
 
+import json
 import re
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from longlane.cli.session import open_session
 from longlane.config import EngineConfig, ServerConfig
 
 ROOT = Path(__file__).parents[3]
+TINY = ROOT / "assets" / "tiny-hybrid"
 FLAGS = (ROOT / "docs" / "flags.md").read_text()
 
 
@@ -106,7 +108,10 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: py
         (["chat", "tiny", "--greedy", "--temperature", "0"], "--temperature has no effect beside --greedy"),
         (["serve", "tiny", "--device", "cpu", "--cuda-graph"], "--cuda-graph has no effect without a card"),
         (["serve", "tiny", "--device", "cpu", "--overlap"], "--overlap has no effect without a card"),
-        (["plan", "--geometry", "qwen3.6-35b-a3b", "--cuda-graph"], "no effect on a mixture of experts"),
+        (
+            ["plan", "--geometry", "qwen3.6-35b-a3b", "--cuda-graph"],
+            "no effect without steps that can be captured",
+        ),
         (["plan", "tiny", "--concurrent-prefill"], "--concurrent-prefill has no effect without a card, two lanes"),
         (["convert", "tiny", "x", "--draft-counts", __file__, "--draft-text", __file__], "leave one of them out"),
     ],
@@ -118,6 +123,38 @@ def test_what_cannot_be_is_one_line(
     (line,) = refusal([*args, *port], capsys, monkeypatch).splitlines()
     assert line.startswith("longlane: ")
     assert message in line
+
+
+REFUSED = """
+import contextlib, io, sys
+from longlane.cli import main
+for arguments in sys.argv[1:]:
+    sys.argv, said = ["longlane", *arguments.split()], io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(said):
+        main()
+    print(said.getvalue(), end="")
+assert "torch" not in sys.modules
+"""
+
+
+def test_what_flags_and_configuration_refuse_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    plain = json.loads((TINY / "config.json").read_text())
+    text = plain.get("text_config", plain)
+    text |= {"layer_types": ["full_attention"] * text["num_hidden_layers"], "mtp_num_hidden_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((TINY / file).read_bytes())
+    refused = {
+        "chat tiny --max-context 999999": "--max-context 999999: the model was trained for 32768 tokens",
+        f"chat {tmp_path} --spec mtp": "its config.json has no MTP head (mtp_num_hidden_layers); leave out --spec mtp",
+        f"chat {tmp_path} --gdn-state bf16": "--gdn-state has no effect without recurrent layers",
+        f"chat {tmp_path} --disk-cache x": "--disk-cache has no effect without recurrent layers",
+    }
+    command = [sys.executable, "-c", REFUSED, *refused]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for line, message in zip(done.stdout.splitlines(), refused.values(), strict=True):
+        assert message in line
 
 
 def test_a_start_that_fails_leaves_nothing_behind(

@@ -16,7 +16,8 @@ from longlane.artifact.inventory import GEOMETRIES
 from longlane.artifact.locate import find
 from longlane.cli.plan import PLANNED, parse_size, plan
 from longlane.config import EngineConfig
-from longlane.engine.planning import plan_request, sections
+from longlane.engine.flags import sections
+from longlane.engine.planning import plan_request
 from longlane.errors import ConfigError
 from longlane.memory.plan import PlanRequest
 from longlane.models.registry import cache_spec

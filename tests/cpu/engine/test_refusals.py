@@ -14,8 +14,8 @@ from longlane.artifact.inventory import GEOMETRIES
 from longlane.artifact.locate import find
 from longlane.artifact.sizes import weight_bytes
 from longlane.config import EngineConfig
-from longlane.engine.flags import check_flags, needs_host
-from longlane.engine.planning import check_captured, check_model, check_states, host_kv_mib, plan_request, sections
+from longlane.engine.flags import check_flags, check_model_flags, needs_host, sections
+from longlane.engine.planning import check_model, host_kv_mib, plan_request
 from longlane.errors import ConfigError, PlanError
 from longlane.memory.plan import GIB, PlanRequest, fixed_pools, page_bytes
 from longlane.memory.planner import make_plan
@@ -59,7 +59,7 @@ def check(config: EngineConfig) -> None:
     """Every refusal but that of the plan."""
     check_flags(replace(config, host_kv_mib=host_kv_mib(config, CARD)))
     text = GEOMETRIES["qwen3.8-27b"]
-    check_states(config, cache_spec(text, mtp=False))
+    check_model_flags(config, text, None)
 
 
 def changed(config: EngineConfig, flags: str) -> EngineConfig:
@@ -134,7 +134,7 @@ def test_a_switch_of_cards_is_refused_where_auto_is_the_cpu_as_where_that_was_as
 @pytest.mark.parametrize("named", ["cuda_graph", "concurrent_prefill"])
 def test_graphs_that_were_asked_for_are_refused_for_a_mixture_of_experts(named: str) -> None:
     config = EngineConfig(model="m", named=(named,))
-    check_captured(config, GEOMETRIES["qwen3.8-27b"])
-    with pytest.raises(ConfigError, match="has no effect on a mixture of experts"):
-        check_captured(config, GEOMETRIES["qwen3.6-35b-a3b"])
-    check_captured(replace(config, named=()), GEOMETRIES["qwen3.6-35b-a3b"])
+    check_model_flags(config, GEOMETRIES["qwen3.8-27b"], None)
+    with pytest.raises(ConfigError, match="has no effect without steps that can be captured"):
+        check_model_flags(config, GEOMETRIES["qwen3.6-35b-a3b"], None)
+    check_model_flags(replace(config, named=()), GEOMETRIES["qwen3.6-35b-a3b"], None)
