@@ -59,6 +59,9 @@ class Engine:
         self._book = Book(memory, clock)
         self._arrivals = 0
         self._flights = Flights(runner, speculator)
+        # The last plan, and who runs where that is everybody, in a decode row.
+        self._planned = scheduler.StepPlan((), None)
+        self._decoding: list[Job] | None = None
         # A plan whose decode rows have run and whose chunk has not.
         self._rest: scheduler.StepPlan | None = None
         self._cancelled: set[str] = set()
@@ -188,6 +191,14 @@ class Engine:
             tokens=list(request.token_ids),
         )
 
+    def _plan(self) -> scheduler.StepPlan:
+        """Of the next step; that of the last one where the same requests decode and nobody else runs."""
+        jobs = list(self._book.running.values())
+        if jobs != self._decoding or not all(job.decoding for job in jobs):
+            self._planned = scheduler.plan_step(self._snapshot(), self._policy)
+            self._decoding = jobs if len(self._planned.decode) == len(jobs) else None
+        return self._planned
+
     def _snapshot(self) -> scheduler.Snapshot:
         running = tuple(job.running() for job in self._book.running.values() if job.lease and job.lease.ready)
         beside = self._flights.beside.job.id if self._flights.beside else None
@@ -197,7 +208,7 @@ class Engine:
         """Start what is left of the last plan, or a new one."""
         if self._launch_rest():
             return
-        plan = scheduler.plan_step(self._snapshot(), self._policy)
+        plan = self._plan()
         self._steps += bool(plan.decode or plan.prefill)
         self._rest, self._decode_s = plan, 0.0
         jobs = [job for job in [self._book.running[id] for id in plan.decode] if self._make_room(job)]

@@ -93,6 +93,8 @@ class Steps:
         self.table_pages = limits.pages + 1
         most = limits.lanes * limits.columns
         self._inputs = Mirror((_TOKENS + limits.columns, limits.lanes), device)
+        # A line of it turned on its side, for a row without a request.
+        self._unused = [0] * _STOPS + [-1] * MAX_STOPS + [0] * limits.columns
         self._table = Mirror((limits.lanes, self.table_pages), device)
         self._accepted = Mirror((limits.lanes,), device)
         self._answer = Mirror((3, most), device, torch.float64)
@@ -108,10 +110,11 @@ class Steps:
         # The same for part of the card, where rounds may run beside a chunk.
         self._part_graphs: Graphs | None = None
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        # Of the running round: its rows, its rows and columns after rounding, whether it is settled, where its graphs
-        # are, and what ran and came of it.
+        # Of the running round: its rows, its rows and columns after rounding, whether it is settled, its logits,
+        # where its graphs are, and what ran and came of it.
         self._round = (0, 0, 0)
         self._settled = False
+        self._seen: Tensor | None = None
         self._replayed: Graphs | None = None
         self._ran: tuple[Batch, Output] | None = None
 
@@ -181,6 +184,8 @@ class Steps:
             self._done.record()
         if self._settled:
             self._launch_settling()
+        assert self._logits is not None
+        self._seen = self._logits[: len(live) * columns]
 
     def read(self) -> Answer:
         """Wait for the round and take its answer."""
@@ -191,8 +196,8 @@ class Steps:
         ids, peaks, flat = self._answer.host[:, :count].tolist()
         tokens, starts = list(map(int, flat)), range(0, count, columns)
         best = list(zip(map(int, ids), peaks, strict=True))
-        assert self._logits is not None
-        return Answer([tokens[start : start + columns] for start in starts], best, self._logits[:count], starts)
+        assert self._seen is not None
+        return Answer([tokens[start : start + columns] for start in starts], best, self._seen, starts)
 
     def settle(self, accepted: Sequence[int]) -> None:
         """Move states and the MTP head on by the first `accepted` columns of each row, unless the device has."""
@@ -229,14 +234,14 @@ class Steps:
 
     def _fill(self, live: Sequence[Row], rows: int, columns: int) -> None:
         """Write the rows' inputs; send block tables where they changed."""
-        unused = [0] * _STOPS + [-1] * MAX_STOPS + [0] * columns
-        lines = [unused] * rows
+        unused = self._unused
+        lines = [unused[: _TOKENS + columns]] * rows
         for place, row in enumerate(live):
             stops = row.stops if self._settled and row.stops else ()
             lines[place] = [
                 row.lease.length, row.lease.slot, len(row.token_ids) - 1 if row.neural else columns,
                 row.columns if self._settled else -1, *stops, *unused[_STOPS + len(stops) : _TOKENS],
-                *row.token_ids, *unused[_TOKENS + len(row.token_ids) :],
+                *row.token_ids, *unused[_TOKENS + len(row.token_ids) : _TOKENS + columns],
             ]  # fmt: skip
         self._context = tuple(line[_CONTEXT] for line in lines)
         self._inputs.host[: _TOKENS + columns, :rows] = np.array(lines, dtype=np.int32).T
