@@ -96,10 +96,11 @@ class Steps:
         # A line of it turned on its side, for a row without a request.
         self._unused = [0] * _STOPS + [-1] * MAX_STOPS + [0] * limits.columns
         self._table = Mirror((limits.lanes, self.table_pages), device)
-        self._accepted = Mirror((limits.lanes,), device)
+        self._accepted = Mirror((limits.lanes,), device, torch.int64)
         self._answer = Mirror((3, most), device, torch.float64)
         # A row of `draw_rows`'s parameters after the other, as long as the round has columns.
         self._parameters = Mirror((5 * most,), device, torch.float64)
+        self._column = torch.arange(limits.columns, device=device)
         self._drafts = torch.zeros(limits.lanes, limits.columns, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
@@ -266,11 +267,10 @@ class Steps:
     def _batch(self, rows: int, columns: int, token_ids: Tensor) -> Batch:
         """The fixed buffers as a step of `rows` x `columns` tokens."""
         contexts = self._inputs.device[_CONTEXT, :rows]
-        column = torch.arange(columns, device=self._device)
         return Batch(
             kind="decode" if columns == 1 else "verify",
             token_ids=token_ids,
-            positions=(contexts[:, None] + column).flatten(),
+            positions=(contexts[:, None] + self._column[:columns]).flatten(),
             query_start=tuple(range(0, rows * columns + 1, columns)),
             context=self._context,
             block_table=self._table.device[:rows],
@@ -287,11 +287,11 @@ class Steps:
     def _step(self, rows: int, columns: int) -> None:
         inputs, count = self._inputs.device, rows * columns
         self._inputs.send()
-        column = torch.arange(columns, device=self._device)
-        given = inputs[_TOKENS : _TOKENS + columns, :rows].T.long()
-        drafted = column > inputs[_GIVEN, :rows, None]
         tokens = self._tokens[:count]
-        tokens.copy_(torch.where(drafted, self._drafts[:rows, :columns], given).flatten())
+        tokens.view(rows, columns).copy_(inputs[_TOKENS : _TOKENS + columns, :rows].T)
+        if self._drafter and columns > 1:
+            drafted = self._column[:columns] > inputs[_GIVEN, :rows, None]
+            tokens.copy_(torch.where(drafted, self._drafts[:rows, :columns], tokens.view(rows, columns)).flatten())
         batch = self._batch(rows, columns, tokens)
         output = self._model.forward(batch, self._caches)
         self._ran = batch, output
@@ -326,15 +326,14 @@ class Steps:
         place, up to one that ends the answer: as `sampling.decide` would decide, where nothing but stop ids ends it."""
         self._accepted.send()
         inputs, count = self._inputs.device, rows * columns
-        own = inputs[_OWN, :rows].long()
+        own = inputs[_OWN, :rows]
         drawn = self._answer.device[0, :count].view(rows, columns)[:, :-1]
         drafts = self._tokens[:count].view(rows, columns)[:, 1:]
         ends = (drawn[:, :, None] == inputs[_STOPS:_TOKENS, :rows].T[:, None]).any(dim=2)
-        within = torch.arange(1, columns, device=self._device) < own[:, None]
-        stands = (drawn == drafts) & within & ~ends
-        # Rows without a request have no column of their own.
+        stands = (drawn == drafts) & ~ends
+        # What stands beyond a row's own columns is chance, and rows without a request have none.
         run = (1 + stands.cumprod(dim=1).sum(dim=1)).minimum(own)
-        return torch.where(own < 0, self._accepted.device[:rows].long(), run)
+        return torch.where(own < 0, self._accepted.device[:rows], run)
 
 
 def _at_least(sizes: Sequence[int], count: int) -> int:
