@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 
 from longlane.artifact.container import Artifact
 from longlane.artifact.inventory import Item, Section, inventory, tensor_bytes
-from longlane.artifact.layouts import DIRECT
+from longlane.artifact.layouts import AFFINE, DIRECT, FP8_ROW, NVFP4
 from longlane.artifact.schema import Entry
 from longlane.config import WeightsMode
 from longlane.errors import ConfigError
 
 BF16_BYTES = 2
 SUM_BYTES, ID_BYTES = 4, 8
+# Become dense as they are read, since no route multiplies them.
+UNPACKED = (NVFP4, FP8_ROW)
 # The flags that ask for a section.
 ASKED_BY = {"mtp": "--spec mtp", "draft_head": "--lm-head-draft", "vision": "--vision"}
 
@@ -56,7 +58,7 @@ def weight_bytes(
     for name, entry in _entries(path):
         section = "draft_head" if name.startswith("text/draft_head") else name.partition("/")[0]
         if section in held:
-            held[section] += _tiled(entry) if plain is None else _laid_out(name, entry, plain, tied)
+            held[section] += _tiled(name, entry, tied) if plain is None else _laid_out(name, entry, plain, tied)
     if missing := [part for part, size in held.items() if not size]:
         cure = f"leave out {ASKED_BY[missing[0]]}" if missing[0] in ASKED_BY else "convert it again"
         raise ConfigError(f"{path} holds no {missing[0]} tensors; {cure}")
@@ -77,18 +79,23 @@ def _entries(path: Path) -> list[tuple[str, Entry]]:
 
 
 def _laid_out(name: str, item: Item | Entry, plain: Plain, tied: bool) -> int:
-    """Dense matrices lie in the dtype of the arithmetic, whatever multiplies no activations in that of sums. An
-    embedding that is no output head stays packed: only its rows are taken."""
+    """Dense matrices lie in the dtype of the arithmetic, whatever multiplies no activations in that of sums."""
     if item.format in DIRECT:
         if item.format == "int32":
             return prod(item.shape) * ID_BYTES
         multiplies = len(item.shape) > 1 and not name.endswith("/convolution")
         return prod(item.shape) * (plain.value if multiplies else max(SUM_BYTES, plain.value))
-    stays = plain.packed or (name == "text/token_embedding" and not tied)
+    stays = item.format not in UNPACKED and (plain.packed or _only_looked_up(name, tied))
     return item.bytes if stays else prod(item.shape) * plain.value
 
 
-def _tiled(entry: Entry) -> int:
-    """A matrix of plain values multiplies in bf16, however it is stored."""
-    wide = entry.format == "fp32" and len(entry.shape) > 1
-    return prod(entry.shape) * BF16_BYTES if wide else entry.bytes
+def _tiled(name: str, entry: Entry, tied: bool) -> int:
+    """A matrix that has no tiles of its own multiplies as those of bf16."""
+    own = len(entry.shape) < 2 or entry.format not in ("fp32", AFFINE, *UNPACKED)
+    stays = own or (entry.format == AFFINE and _only_looked_up(name, tied))
+    return entry.bytes if stays else prod(entry.shape) * BF16_BYTES
+
+
+def _only_looked_up(name: str, tied: bool) -> bool:
+    """Whether a matrix is an embedding that is no output head as well, whose rows are taken as they are stored."""
+    return name == "text/token_embedding" and not tied
