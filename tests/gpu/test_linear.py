@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longlane.kernels.linear import naive, triton
-from longlane.kernels.linear.tiles import Tiles, tile
+from longlane.kernels.linear.tiles import COLUMNS, Tiles, tile
 from longlane.kernels.linear.weight import GROUP, PackedWeight
 
 HIGH = {"q5_g64_fp16": 8, "q6_g64_fp16": 16}
@@ -69,6 +69,30 @@ def test_long_rows() -> None:
     weight = packed("q5_g64_fp16", 96, 17_408)
     for columns in (1, 8, 16):
         check(torch.randn(columns, 17_408, device="cuda").bfloat16(), tile(weight), naive.dequantize(weight))
+
+
+@pytest.mark.parametrize("name", FORMATS[:4])
+@pytest.mark.parametrize("shape", [(1040, 6144), (5120, 6600)], ids=lambda s: f"N{s[0]}-K{s[1]}")
+def test_programs_that_share_a_row(name: str, shape: tuple[int, int]) -> None:
+    """Long rows are summed in two parts, of 52 or 48 blocks here; the parts and the product have the same bits, a
+    column whatever stands beside it, and a matrix whatever shares its launch."""
+    weight = packed(name, *shape)
+    tiles, dense = tile(weight), naive.dequantize(weight)
+    beside = tile(packed(name, 64, shape[1]))
+    x = torch.randn(32, shape[1], device="cuda").bfloat16()
+    alone = torch.cat([triton.linear_in_parts(row[None], tiles, independent=True) for row in x], dim=1)
+    assert alone.shape == (2, 32, shape[0])
+    half = tiles.blocks * COLUMNS // 2
+    for part, stretch in zip(alone, (slice(half), slice(half, None)), strict=True):
+        want = x[:, stretch].float() @ dense[:, stretch].T
+        assert (part - want).norm() < 5e-3 * want.norm()
+    for columns in (1, 5, 9, 16, 23, 32):
+        assert torch.equal(triton.linear_in_parts(x[:columns], tiles, independent=True), alone[:, :columns])
+        product = (alone[0] + alone[1])[:columns].bfloat16()
+        assert torch.equal(triton.stream(x[:columns], tiles), product)
+        both = triton.stream_many(x[:columns], [tiles, beside])
+        assert torch.equal(both[0], product)
+    check(torch.randn(40, shape[1], device="cuda").bfloat16(), tiles, dense)
 
 
 def test_several_matrices_give_what_each_gives_alone() -> None:

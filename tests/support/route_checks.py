@@ -57,6 +57,11 @@ def norms(route: ModuleType, tokens: int, size: int, device: str, dtype: torch.d
     want_total, want_normed = naive_norm.add_rms_norm(x, delta, weight, EPS)
     assert torch.equal(total, want_total)
     assert_close(normed, want_normed, dtype)
+    parts = torch.randn(2, tokens, size, device=device)
+    total, normed = route.add_rms_norm(x, parts, weight, EPS)
+    want_total, want_normed = route.add_rms_norm(x, parts.sum(0).to(dtype), weight, EPS)
+    assert torch.equal(total, want_total)
+    assert torch.equal(normed, want_normed)
     heads = torch.randn(tokens, 5, size, device=device).to(dtype)[:, 1:4]
     gate = torch.randn(tokens, 4, size, device=device).to(dtype)[:, :3]
     assert_close(

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn import functional
 
-from longlane.kernels.linear import tiles, unpack
+from longlane.kernels.linear import cuts, tiles, unpack
 from support import ptx
 
 
@@ -44,7 +44,7 @@ def stream(x: Tensor, tiled: tiles.Tiles, out: Tensor | None = None) -> Tensor:
     y = x.float() @ matrix.T
     if tiled.paired:
         gate, up = y.chunk(2, dim=-1)
-        y = silu(gate) * up
+        y = functional.silu(gate) * up
     return y.to(torch.bfloat16) if out is None else out.copy_(y)
 
 
@@ -53,10 +53,28 @@ def stream_many(x: Tensor, matrices: Sequence[tiles.Tiles], outs: Sequence[Tenso
         stream(x, tiled, out)
 
 
+def linear_in_parts(x: Tensor, tiled: tiles.Tiles, *, independent: bool) -> Tensor:
+    """`kernels.linear.triton.linear_in_parts` by its definition: parts are stretches of equal length."""
+    count = cuts.parts(tiled)
+    if count == 1:
+        return stream(x, tiled)
+    matrix = unpacked(tiled)[: tiled.shape[0]]
+    wide = functional.pad(x.float(), (0, matrix.shape[1] - x.shape[1]))
+    stretches = zip(wide.chunk(count, dim=1), matrix.chunk(count, dim=1), strict=True)
+    return torch.stack([part @ rows.T for part, rows in stretches])
+
+
 def expand(tiled: tiles.Tiles) -> Tensor:
     """`kernels.linear.triton.expand` by its definition."""
     rows, columns = tiled.shape
     return unpacked(tiled)[:rows, :columns].to(torch.bfloat16)
 
 
-KERNELS = SimpleNamespace(stream=stream, stream_many=stream_many, linear=stream, linear_many=stream_many, expand=expand)
+KERNELS = SimpleNamespace(
+    stream=stream,
+    stream_many=stream_many,
+    linear=stream,
+    linear_many=stream_many,
+    linear_in_parts=linear_in_parts,
+    expand=expand,
+)

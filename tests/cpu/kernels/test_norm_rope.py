@@ -37,6 +37,7 @@ def test_rms_norm(tokens, dtype):
     x[0] = 0
     check("rms_norm", dtype, x, weight, EPS)
     check("add_rms_norm", dtype, x, torch.randn_like(x), weight, EPS)
+    check("add_rms_norm", dtype, x, torch.randn(2, tokens, 72, dtype=wide(dtype)), weight, EPS)
     # Heads are slices of a fused product.
     heads = torch.randn(tokens, 5, 80, dtype=dtype)[:, 1:4, :72]
     check("gated_rms_norm", dtype, heads, torch.randn_like(heads), weight, EPS)

@@ -40,7 +40,8 @@ with compiling(card, modules) as compiled:
                 cut = cuts.plan(tiles.Tiles(kind, (n, k), data, paired), columns, card.shared_bytes)
                 small = torch.zeros(cut.row_blocks, k // 64, tiles.BLOCK[kind], dtype=torch.int32)
                 part = tiles.Tiles(kind, (16 * len(small), k), small, paired)
-                gluon.stream(zeros(columns, k), [part], [zeros(columns, part.outputs)], card, [cut])
+                shares = (cuts.parts(part),) if cuts.parts(part) > 1 else ()
+                gluon.stream(zeros(columns, k), [part], [zeros(*shares, columns, part.outputs)], card, [cut])
         if kind != "bf16":
             expand.expand(tiles.Tiles(kind, (16, 512), torch.zeros(1, 8, tiles.BLOCK[kind], dtype=torch.int32)))
     beside = []

@@ -70,7 +70,12 @@ def test_decode_and_verify_only_stream(config, card, monkeypatch):
 
     model = build(config, stored(config), dtype=BF16, packed=True)
     lanes = Lanes(model, BF16, 40, pages_each=2)
-    kernels = SimpleNamespace(**{**vars(tiled.KERNELS), "linear": refuse, "linear_many": refuse})
+
+    def in_parts(x, matrix, *, independent):
+        return (tiled.linear_in_parts if independent else refuse)(x, matrix, independent=independent)
+
+    routes = {"linear": refuse, "linear_many": refuse, "linear_in_parts": in_parts}
+    kernels = SimpleNamespace(**{**vars(tiled.KERNELS), **routes})
     monkeypatch.setattr(products, "_gpu", lambda: kernels)
     for kind, columns in (("verify", 3), ("decode", 1)):
         batch = lanes.batch(kind, [TOKENS[:columns]] * 40)

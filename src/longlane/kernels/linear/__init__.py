@@ -24,6 +24,7 @@ __all__ = [
     "Prepared",
     "Weight",
     "linear",
+    "linear_in_parts",
     "linear_side_by_side",
     "on_tiles",
     "prepare",
@@ -122,6 +123,15 @@ def linear(x: Tensor, prepared: Prepared, out: Tensor | None = None, *, independ
     if prepared.paired:
         y = norm_rope.swiglu(y)
     return y if out is None else out.copy_(y)
+
+
+def linear_in_parts(x: Tensor, prepared: Prepared, *, independent: bool = False) -> Tensor:
+    """`linear` for `add_rms_norm`, which adds up what a card's programs have of a row: [parts, M, N] float32 whose sum,
+    rounded once, is the product. [M, N], the product itself, where there is nothing to add up."""
+    if prepared.tiles is None or prepared.paired:
+        return linear(x, prepared, independent=independent)
+    result: Tensor = _gpu().linear_in_parts(x, prepared.tiles, independent=independent)
+    return result
 
 
 def linear_side_by_side(

@@ -19,6 +19,13 @@ class Plan:
     stages: int
 
 
+def parts(tiles: Tiles) -> int:
+    """Programs that share a row, each with a stretch of its blocks: two where rows are few and long, so that every
+    multiprocessor has as much to do as the others. By the shape alone, because it fixes the bits of every column."""
+    row_blocks, blocks = tiles.data.shape[:2]
+    return 2 if row_blocks < 512 and blocks >= 96 and not tiles.paired else 1
+
+
 def plan(tiles: Tiles, columns: int, shared_bytes: int) -> Plan:
     """The fastest cut of an H200 (`bench/results/log.md`), made smaller until it fits the shared memory of a program.
     No cut changes the bits."""
@@ -30,15 +37,18 @@ def plan(tiles: Tiles, columns: int, shared_bytes: int) -> Plan:
 
     while need(cut) > shared_bytes and cut.stages > 2:
         cut = replace(cut, stages=cut.stages - 1)
-    return cut if need(cut) <= shared_bytes else replace(cut, blocks=1)
+    whole = tiles.blocks % (parts(tiles) * SPLIT * cut.blocks) == 0
+    return cut if whole and need(cut) <= shared_bytes else replace(cut, blocks=1)
 
 
 def _fastest(tiles: Tiles, columns: int) -> Plan:
     row_blocks, wide = tiles.data.shape[0], columns > 8
     if tiles.paired:
-        return Plan(1, 2, 4 if wide else 6)
+        return Plan(1, 2, 5 if columns <= 8 else 4 if columns <= 16 else 3)
     if columns > 16:
         return Plan(1, 1, 4)
+    if parts(tiles) > 1:
+        return Plan(1, 1, 4) if wide else Plan(2, 1, 3)
     if row_blocks < 512:
         return Plan(2, 1, 4)
     if row_blocks < 4096:

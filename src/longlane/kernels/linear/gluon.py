@@ -4,9 +4,9 @@ multiplies codes by activations on tensor cores (bfloat16 x bfloat16, exact code
 group's sum).
 
 It is batch-invariant: warp w of four takes blocks w, w + 4, ... in order, then the warps' sums are added in a fixed
-order. So a column has the same bits whatever stands beside it, and a matrix whatever shares its launch. Written in
-Gluon because the point is which thread holds what: a Triton `tl.dot` on unpacked words moves them through shared memory
-(see `bench/results/log.md`).
+order; where two programs share a row, whoever reads their results adds those. So a column has the same bits whatever
+stands beside it, and a matrix whatever shares its launch. Written in Gluon because the point is which thread holds
+what: a Triton `tl.dot` on unpacked words moves them through shared memory (see `bench/results/log.md`).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longlane.kernels.launch import DeviceProperties
 from longlane.kernels.linear import tiles as tiles_of
-from longlane.kernels.linear.cuts import SPLIT, Plan, side_by_side
+from longlane.kernels.linear.cuts import SPLIT, Plan, parts, side_by_side
 from longlane.kernels.linear.fragments import BLOCK, SCALES, entry, offsets, unpacked
 from longlane.kernels.linear.layouts import (
     column_copy_layout,
@@ -217,17 +217,28 @@ def _stage(buffers, slot):
 
 
 @gluon.jit
+def _store(sums, out, stride, first_row, columns, N, SPLIT: gl.constexpr):
+    """Sums [rows, n] to columns of `out`, transposed."""
+    OUT: gl.constexpr = out_layout(SPLIT, sums.shape[0], sums.shape[1])
+    sums = gl.convert_layout(sums, OUT, assert_trivial=True)
+    row = first_row + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, OUT))[:, None]
+    column = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, OUT))[None, :]
+    gl.store(out + column * stride + row, sums.to(out.dtype.element_ty), mask=(column < columns) & (row < N))
+
+
+@gluon.jit
 def _product(
-    x, data, out, columns, x_stride, out_stride, N, blocks, program,
+    x, data, out, columns, x_stride, out_stride, part_stride, N, blocks, program,
     SHAPE: gl.constexpr, SPLIT: gl.constexpr, n: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out[c, row] = sum over K of W[row] x[c], for 16 R rows and n columns. The program's SPLIT warps share the blocks
-    of a row."""
+    """out[c, row] = sum over a part of K of W[row] x[c], for 16 R rows and n columns. The program's SPLIT warps share
+    the blocks of a row."""
     KIND: gl.constexpr = entry(SHAPE, 0)
     J: gl.constexpr = entry(SHAPE, 1)
     R: gl.constexpr = entry(SHAPE, 2)
     STAGES: gl.constexpr = entry(SHAPE, 3)
     PAIRED: gl.constexpr = entry(SHAPE, 4)
+    PARTS: gl.constexpr = entry(SHAPE, 5)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SPLIT, 1, 1], [1, 16, 8])
     CUT: gl.constexpr = (SPLIT, J, R)
     B: gl.constexpr = SPLIT * J
@@ -245,12 +256,18 @@ def _product(
     first_column = gl.program_id(1) * n
     x += first_column * x_stride
     columns -= first_column
-    data += program.to(gl.int64) * R * blocks * SIZE
+    row_blocks = blocks
+    blocks = blocks // PARTS
+    part = program % PARTS
+    program = program // PARTS
+    x += part * blocks * 64
+    out += part * part_stride
+    data += (program.to(gl.int64) * R * row_blocks + part * blocks) * SIZE
     if PDL:
         gdc_launch_dependents()
     for step in gl.static_range(STAGES - 1):
         if step * B < blocks:
-            _copy(_stage(buffers, step), data + step * B * SIZE, blocks, KIND, CUT)
+            _copy(_stage(buffers, step), data + step * B * SIZE, row_blocks, KIND, CUT)
     if PDL:
         # Weights never change: they are on their way before the kernel that makes x has ended.
         gdc_wait()
@@ -265,22 +282,16 @@ def _product(
         values = right.index(step % STAGES).load(column_layout(CUT, n))
         ahead = step + STAGES - 1
         if ahead * B < blocks:
-            _copy(_stage(buffers, ahead % STAGES), data + ahead * B * SIZE, blocks, KIND, CUT)
+            _copy(_stage(buffers, ahead % STAGES), data + ahead * B * SIZE, row_blocks, KIND, CUT)
             _copy_columns(right.index(ahead % STAGES), x, x_stride, ahead * B * 64, columns, CUT)
         async_copy.commit_group()
         total = _accumulate(total, first, second, scale, values, KIND, J, mma)
 
     sums = _joined(total, SPLIT)
-    OWN: gl.constexpr = R // 2 if PAIRED else R
     if PAIRED:
-        gate, up = sums.reshape([OWN, 2, 16, n]).permute(0, 2, 3, 1).split()
-        sums = (gate / (1 + gl.exp(-gate)) * up).reshape([OWN * 16, n])
-    OUT: gl.constexpr = out_layout(SPLIT, OWN * 16, n)
-    sums = gl.convert_layout(sums, OUT, assert_trivial=True)
-    row = program * OWN * 16 + gl.arange(0, OWN * 16, layout=gl.SliceLayout(1, OUT))[:, None]
-    column = gl.arange(0, n, layout=gl.SliceLayout(0, OUT))[None, :]
-    target = out + (first_column + column) * out_stride + row
-    gl.store(target, sums.to(out.dtype.element_ty), mask=(column < columns) & (row < N))
+        gate, up = sums.reshape([R // 2, 2, 16, n]).permute(0, 2, 3, 1).split()
+        sums = (gate / (1 + gl.exp(-gate)) * up).reshape([R * 8, n])
+    _store(sums, out + first_column * out_stride, out_stride, program * sums.shape[0], columns, N, SPLIT)
 
 
 @gluon.jit(do_not_specialize=["columns"])
@@ -288,13 +299,16 @@ def _stream(
     x, matrices, columns, x_stride, blocks,
     SHAPES: gl.constexpr, SPLIT: gl.constexpr, n: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """`_product` of every matrix (data, out, stride of out, N, programs) and shape (kind, J, R, stages, paired) with
-    the same x: the first programs of the launch take the first matrix, the next the second, and so on."""
+    """`_product` of every matrix (data, out, its strides, N, programs) and shape (kind, J, R, stages, paired, parts)
+    with the same x: the first programs of the launch take the first matrix, the next the second, and so on."""
     program = gl.program_id(0)
     for i in gl.static_range(len(SHAPES)):
-        data, out, out_stride, N, programs = matrices[i]
+        data, out, out_stride, part_stride, N, programs = matrices[i]
         if (program >= 0) & (program < programs):
-            _product(x, data, out, columns, x_stride, out_stride, N, blocks, program, entry(SHAPES, i), SPLIT, n, PDL)
+            _product(
+                x, data, out, columns, x_stride, out_stride, part_stride, N, blocks, program,
+                entry(SHAPES, i), SPLIT, n, PDL,
+            )  # fmt: skip
         program -= programs
 
 
@@ -306,22 +320,26 @@ def stream(
     cuts: Sequence[Plan] | None = None,
 ) -> None:
     """outs[i] [M, N or N / 2], bfloat16 or float32, = x [M, K] times matrices[i], all in one launch: small matrices run
-    beside large ones instead of after them. x has rows of whole blocks, 32-byte aligned."""
+    beside large ones instead of after them. Where programs share a row (`cuts.parts`), outs[i] is [parts, M, N], and
+    its sum the product. x has rows of whole blocks, 32-byte aligned."""
     n = 8 if len(x) <= 8 else 16 if len(x) <= 16 else 32
     cuts = cuts or side_by_side(matrices, n, card.shared_bytes)
-    parts = []
+    launches = []
     for tiles, out, cut in zip(matrices, outs, cuts, strict=True):
         programs, rest = divmod(tiles.data.shape[0], cut.row_blocks)
         assert rest == 0, (tiles.data.shape, cut)
         assert tiles.blocks == matrices[0].blocks, (tiles.shape, matrices[0].shape)
-        assert tiles.blocks % (SPLIT * cut.blocks) == 0, (tiles.blocks, cut)
-        shape = (tiles.kind, cut.blocks, cut.row_blocks, cut.stages, tiles.paired)
-        parts.append(((tiles.data, out, out.stride(0), out.shape[1], programs), shape))
+        count = parts(tiles)
+        assert tiles.blocks % (count * SPLIT * cut.blocks) == 0, (tiles.blocks, cut)
+        assert out.shape[:-2] == ((count,) if count > 1 else ()), (out.shape, count)
+        shape = (tiles.kind, cut.blocks, cut.row_blocks, cut.stages, tiles.paired, count)
+        strides = out.stride(-2), out.stride(0)
+        launches.append(((tiles.data, out, *strides, out.shape[-1], programs * count), shape))
     # Programs of the largest blocks take longest and go first.
-    parts.sort(key=lambda part: -tiles_of.BLOCK[part[1][0]])
-    arguments, shapes = zip(*parts, strict=True)
+    launches.sort(key=lambda launch: -tiles_of.BLOCK[launch[1][0]])
+    arguments, shapes = zip(*launches, strict=True)
     pdl = card.dependent_launch
-    _stream[(sum(part[-1] for part in arguments), -(-len(x) // n))](
+    _stream[(sum(launch[-1] for launch in arguments), -(-len(x) // n))](
         x, arguments, len(x), x.stride(0), matrices[0].blocks,
         SHAPES=shapes, SPLIT=SPLIT, n=n, PDL=pdl, num_warps=SPLIT, launch_pdl=pdl,
     )  # fmt: skip

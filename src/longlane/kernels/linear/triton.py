@@ -9,11 +9,12 @@ from torch.nn import functional
 
 from longlane.kernels.launch import properties
 from longlane.kernels.linear import gluon
+from longlane.kernels.linear.cuts import parts
 from longlane.kernels.linear.expand import expand
 from longlane.kernels.linear.tiles import COLUMNS, Tiles
 from longlane.kernels.norm_rope.triton import swiglu
 
-__all__ = ["STREAMED", "expand", "linear", "linear_many", "stream", "stream_many"]
+__all__ = ["STREAMED", "expand", "linear", "linear_in_parts", "linear_many", "stream", "stream_many"]
 
 STREAMED = 32
 
@@ -22,6 +23,16 @@ def linear(x: Tensor, tiles: Tiles, out: Tensor | None = None) -> Tensor:
     """x [M, K] bfloat16 -> [M, N], or SiLU(gate) * up [M, N / 2] for a paired matrix. `out` may be a slice of wider
     rows."""
     return linear_many(x, [tiles], None if out is None else [out])[0]
+
+
+def linear_in_parts(x: Tensor, tiles: Tiles, *, independent: bool) -> Tensor:
+    """`linear`, or `stream`, before the programs that share a row are added up: [parts, M, N] float32, and [M, N] where
+    none do."""
+    if parts(tiles) == 1 or (len(x) > STREAMED and not independent):
+        return (stream if independent else linear)(x, tiles)
+    unsummed = _unsummed(x, tiles)
+    _launch(x, [tiles], [unsummed])
+    return unsummed
 
 
 def linear_many(x: Tensor, matrices: Sequence[Tiles], outs: Sequence[Tensor] | None = None) -> list[Tensor]:
@@ -40,14 +51,26 @@ def stream_many(x: Tensor, matrices: Sequence[Tiles], outs: Sequence[Tensor] | N
     """`stream` of several matrices with the same x."""
     assert x.dtype == torch.bfloat16, x.dtype
     assert all(x.shape[1] == tiles.shape[1] for tiles in matrices), (x.shape, [tiles.shape for tiles in matrices])
-    card = properties(x)
-    x = _aligned(x, matrices[0].blocks * COLUMNS)
     results = list(outs) if outs is not None else [x.new_empty(len(x), tiles.outputs) for tiles in matrices]
+    targets = [_unsummed(x, tiles) if parts(tiles) > 1 else out for tiles, out in zip(matrices, results, strict=True)]
     for tiles, out in zip(matrices, results, strict=True):
-        assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
+        assert out.stride(1) == 1, out.stride()
         assert out.shape == (len(x), tiles.outputs), out.shape
-    gluon.stream(x, matrices, results, card)
+    _launch(x, matrices, targets)
+    for target, out in zip(targets, results, strict=True):
+        if target is not out:
+            torch.add(*target, out=out)
     return results
+
+
+def _unsummed(x: Tensor, tiles: Tiles) -> Tensor:
+    return torch.empty(parts(tiles), len(x), tiles.outputs, device=x.device)
+
+
+def _launch(x: Tensor, matrices: Sequence[Tiles], outs: Sequence[Tensor]) -> None:
+    aligned = _aligned(x, matrices[0].blocks * COLUMNS)
+    assert aligned.stride(1) == 1, aligned.stride()
+    gluon.stream(aligned, matrices, outs, properties(x))
 
 
 def _dense(x: Tensor, tiles: Tiles, out: Tensor | None) -> Tensor:

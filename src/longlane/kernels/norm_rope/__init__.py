@@ -16,7 +16,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, rms_norm(x + delta)) for the residual stream [N, H]."""
+    """(x + delta, rms_norm(x + delta)) for the residual stream [N, H]; delta [N, H], or [2, N, H] float32 whose sum,
+    rounded to x's dtype, it is."""
     return cast(tuple[Tensor, Tensor], route("norm_rope", x).add_rms_norm(x, delta, weight, eps))
 
 

@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + delta
+    total = x + (delta if delta.dim() == 2 else (delta[0] + delta[1]).to(x.dtype))
     return total, rms_norm(total, weight, eps)
 
 

@@ -21,8 +21,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, rms_norm(x + delta)) for the residual stream [N, H]."""
-    total = x + delta
+    """(x + delta, rms_norm(x + delta)) for the residual stream [N, H]; delta may be two parts [2, N, H]."""
+    total = x + (delta if delta.dim() == 2 else (delta[0] + delta[1]).to(x.dtype))
     return total, rms_norm(total, weight, eps)
 
 

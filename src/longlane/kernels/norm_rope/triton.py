@@ -13,10 +13,10 @@ _BLOCK = 1024
 
 @triton.jit
 def _add_rms_norm(
-    x, delta, weight, total, out, x_stride, delta_stride, D, eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, delta, weight, total, out, x_stride, delta_stride, part_stride, D, eps,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = norm(x + delta) * weight, total = x + delta, one row a program."""
+    """out = norm(x + delta) * weight, total = x + delta, one row a program. delta is the sum of PARTS, nothing of 0."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < D
@@ -26,9 +26,13 @@ def _add_rms_norm(
         gdc_wait()
     value = tl.load(x + row * x_stride + i, mask=inside, other=0.0)
     y = value.to(tl.float32)
-    if ADD:
+    if PARTS > 0:
+        added = tl.load(delta + row * delta_stride + i, mask=inside, other=0.0).to(tl.float32)
+        if PARTS == 2:
+            added += tl.load(delta + part_stride + row * delta_stride + i, mask=inside, other=0.0)
+            added = added.to(value.dtype).to(tl.float32)
         # The sum is rounded to the stream's dtype before it is normed, as the oracle does.
-        y = (y + tl.load(delta + row * delta_stride + i, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+        y = (y + added).to(value.dtype)
         tl.store(total + row * D + i, y, mask=inside)
         y = y.to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y) / D + eps) * w
@@ -124,23 +128,24 @@ def _gate(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     out = empty(flat.shape, dtype=x.dtype, device=x.device)
-    _norm(flat, flat, weight, flat, out, eps, add=False)
+    _norm(flat, flat, weight, flat, out, eps, parts=0)
     return out.view(x.shape)
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total, out = (empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _norm(x, delta, weight, total, out, eps, add=True)
+    _norm(x, delta, weight, total, out, eps, parts=len(delta) if delta.dim() == 3 else 1)
     return total, out
 
 
-def _norm(x: Tensor, delta: Tensor, weight: Tensor, total: Tensor, out: Tensor, eps: float, *, add: bool) -> None:
+def _norm(x: Tensor, delta: Tensor, weight: Tensor, total: Tensor, out: Tensor, eps: float, *, parts: int) -> None:
     rows, size = x.shape
-    assert x.stride(1) == delta.stride(1) == 1, (x.stride(), delta.stride())
+    assert x.stride(1) == delta.stride(-1) == 1, (x.stride(), delta.stride())
+    assert parts <= 2, delta.shape
     block, pdl = triton.next_power_of_2(size), properties(x).dependent_launch
     _add_rms_norm[(rows,)](
-        x, delta, weight, total, out, x.stride(0), delta.stride(0), size, eps,
-        ADD=add, BLOCK=block, PDL=pdl, num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
+        x, delta, weight, total, out, x.stride(0), delta.stride(-2), delta.stride(0), size, eps,
+        PARTS=parts, BLOCK=block, PDL=pdl, num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
     )  # fmt: skip
 
 
