@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from longlane.engine.batch import Row
 from longlane.engine.graphs import Graphs
+from longlane.engine.inputs import MAX_STOPS, Inputs
 from longlane.engine.mirror import Mirror
 from longlane.engine.partition import Part
 from longlane.kernels.sampling import draw_rows, greedy
@@ -21,11 +21,6 @@ from longlane.spec.mtp import MTPDrafter
 
 Key = tuple[str, int, int]
 Body = tuple[Key, Callable[[], None]]
-# Ids that a row can name to end its answer, for the device to tell which drafts stand.
-MAX_STOPS = 4
-# Lines of the input block.
-_CONTEXT, _SLOT, _GIVEN, _OWN, _STOPS = range(5)
-_TOKENS = _STOPS + MAX_STOPS
 
 
 class Model(Protocol):
@@ -74,10 +69,7 @@ class Steps:
     drafts stand, and has work while the host does.
 
     Rows and columns are rounded up to sizes there are graphs for: rows with context 0 on slot 0 and page 0, columns
-    past a row's own that nobody reads. Inputs are one block, so that one copy brings them:
-    [context | slot | given | own | stop ids | token of column 0 | 1 ...] x lanes, where columns past `given` take the
-    head's drafts, and `own` is how many columns may stand, or -1 where the host will say how many do. It is sent at the
-    beginning of a round's graphs, and the answer comes back at their end.
+    past a row's own that nobody reads. Each graph begins by bringing its inputs, and ends by bringing the answer back.
     """
 
     def __init__(
@@ -92,21 +84,13 @@ class Steps:
         # Columns beyond the longest context still need a place to write.
         self.table_pages = limits.pages + 1
         most = limits.lanes * limits.columns
-        self._inputs = Mirror((_TOKENS + limits.columns, limits.lanes), device)
-        # A line of it turned on its side, for a row without a request.
-        self._unused = [0] * _STOPS + [-1] * MAX_STOPS + [0] * limits.columns
-        self._table = Mirror((limits.lanes, self.table_pages), device)
+        self._inputs = Inputs(limits.lanes, limits.columns, self.table_pages, device)
         self._accepted = Mirror((limits.lanes,), device, torch.int64)
         self._answer = Mirror((3, most), device, torch.float64)
-        # A row of `draw_rows`'s parameters after the other, as long as the round has columns.
-        self._parameters = Mirror((5 * most,), device, torch.float64)
         self._column = torch.arange(limits.columns, device=device)
         self._drafts = torch.zeros(limits.lanes, limits.columns, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
-        # The pages that each line of the table holds.
-        self._known = [b""] * limits.lanes
-        self._context: tuple[int, ...] = ()
         self._graphs: Graphs | None = None
         # The same for part of the card, where rounds may run beside a chunk.
         self._part_graphs: Graphs | None = None
@@ -133,7 +117,7 @@ class Steps:
             assert self._graphs is not None
             self._part_graphs = self._part_graphs or Graphs(self._device, part.stream, self._graphs.pool)
         graphs = self._part_graphs if part else self._graphs
-        self._fill([], rows, 1)
+        self._inputs.fill([], rows, 1, own=True)
         for columns in reversed(self._column_sizes):
             step, settle = self._keys(rows, columns)
             # A draw comes between a step and what settles it, so it must not work in the memory of what the step left.
@@ -151,7 +135,7 @@ class Steps:
     @torch.inference_mode()
     def seconds(self, part: Part | None = None) -> float:
         """What a round of one row takes that has the whole card, or one of its parts, to itself."""
-        self._fill([], 1, 1)
+        self._inputs.fill([], 1, 1, own=True)
         took = Graphs(self._device, part.stream if part else None).seconds(partial(self._step, 1, 1))
         self._ran = None
         return took
@@ -167,19 +151,20 @@ class Steps:
 
     def launch(self, live: Sequence[Row], *, beside: bool = False) -> None:
         """Start a round: drafts where rows ask for them, then the model over every row's tokens and the best token of
-        each column, then draws where rows sample. `beside` a chunk it keeps to its part of the card."""
+        each column, then draws where rows sample, and what settles it where that needs no host. `beside` a chunk it
+        keeps to its part of the card."""
         self._replayed = self._part_graphs if beside else self._graphs
         rows = _at_least(self._row_sizes, len(live))
         columns = _at_least(self._column_sizes, max(row.columns for row in live))
-        # Whoever can tell which drafts stand does it for all rows.
+        # Device or host, one of them tells which drafts stand for all rows.
         self._settled = all(row.stops is not None and len(row.stops) <= MAX_STOPS for row in live)
-        self._fill(live, rows, columns)
+        self._inputs.fill(live, rows, columns, own=self._settled)
         if depth := max(row.neural for row in live):
             self._run(("propose", rows, depth), partial(self._propose, rows, depth))
         self._round = len(live), rows, columns
         self._run(self._keys(rows, columns)[0], partial(self._step, rows, columns))
         if any(row.parameters for row in live):
-            self._fill_parameters(live, rows, columns)
+            self._inputs.fill_parameters(live, rows, columns)
             self._run(("draw", rows, columns), partial(self._draw, rows, columns))
         if self._done:
             self._done.record()
@@ -233,64 +218,33 @@ class Steps:
         with torch.inference_mode():
             body()
 
-    def _fill(self, live: Sequence[Row], rows: int, columns: int) -> None:
-        """Write the rows' inputs; send block tables where they changed."""
-        unused = self._unused
-        lines = [unused[: _TOKENS + columns]] * rows
-        for place, row in enumerate(live):
-            stops = row.stops if self._settled and row.stops else ()
-            lines[place] = [
-                row.lease.length, row.lease.slot, len(row.token_ids) - 1 if row.neural else columns,
-                row.columns if self._settled else -1, *stops, *unused[_STOPS + len(stops) : _TOKENS],
-                *row.token_ids, *unused[_TOKENS + len(row.token_ids) : _TOKENS + columns],
-            ]  # fmt: skip
-        self._context = tuple(line[_CONTEXT] for line in lines)
-        self._inputs.host[: _TOKENS + columns, :rows] = np.array(lines, dtype=np.int32).T
-        for place in range(rows):
-            pages = live[place].lease.pages.tobytes() if place < len(live) else b""
-            if pages != self._known[place]:
-                count = len(pages) // 4
-                line = self._table.host[place]
-                line[:count] = np.frombuffer(pages, dtype=np.int32)
-                line[count : len(self._known[place]) // 4] = 0
-                self._table.send(place)
-                self._known[place] = pages
-
-    def _fill_parameters(self, live: Sequence[Row], rows: int, columns: int) -> None:
-        """Zeros are greedy."""
-        parameters = self._parameters.host[: 5 * rows * columns].reshape(5, rows, columns)
-        parameters[:] = 0
-        for place, row in enumerate(live):
-            if row.parameters:
-                parameters[:, place, : row.columns] = np.array(row.parameters).T
-
     def _batch(self, rows: int, columns: int, token_ids: Tensor) -> Batch:
         """The fixed buffers as a step of `rows` x `columns` tokens."""
-        contexts = self._inputs.device[_CONTEXT, :rows]
+        contexts = self._inputs.contexts[:rows]
         return Batch(
             kind="decode" if columns == 1 else "verify",
             token_ids=token_ids,
             positions=(contexts[:, None] + self._column[:columns]).flatten(),
             query_start=tuple(range(0, rows * columns + 1, columns)),
-            context=self._context,
-            block_table=self._table.device[:rows],
-            slots=self._inputs.device[_SLOT, :rows].long(),
+            context=self._inputs.context,
+            block_table=self._inputs.table[:rows],
+            slots=self._inputs.slots[:rows].long(),
             contexts=contexts,
         ).laid_out()
 
     def _propose(self, rows: int, depth: int) -> None:
         assert self._drafter is not None
         self._inputs.send()
-        first = self._inputs.device[_TOKENS, :rows].long()
+        first = self._inputs.tokens[:rows, 0].long()
         self._drafts[:rows, 1 : depth + 1] = self._drafter.propose(self._batch(rows, 1, first), depth)
 
     def _step(self, rows: int, columns: int) -> None:
-        inputs, count = self._inputs.device, rows * columns
+        count = rows * columns
         self._inputs.send()
         tokens = self._tokens[:count]
-        tokens.view(rows, columns).copy_(inputs[_TOKENS : _TOKENS + columns, :rows].T)
+        tokens.view(rows, columns).copy_(self._inputs.tokens[:rows, :columns])
         if self._drafter and columns > 1:
-            drafted = self._column[:columns] > inputs[_GIVEN, :rows, None]
+            drafted = self._column[:columns] > self._inputs.given[:rows, None]
             tokens.copy_(torch.where(drafted, self._drafts[:rows, :columns], tokens.view(rows, columns)).flatten())
         batch = self._batch(rows, columns, tokens)
         output = self._model.forward(batch, self._caches)
@@ -307,9 +261,8 @@ class Steps:
     def _draw(self, rows: int, columns: int) -> None:
         assert self._logits is not None
         count = rows * columns
-        self._parameters.send()
-        parameters = self._parameters.device[: 5 * count].view(5, count)
-        self._answer.device[0, :count], _ = draw_rows(self._logits[:count], parameters)
+        self._inputs.send_parameters()
+        self._answer.device[0, :count], _ = draw_rows(self._logits[:count], self._inputs.parameters(count))
         self._answer.bring_back()
 
     def _settle(self, rows: int, columns: int) -> None:
@@ -325,11 +278,10 @@ class Steps:
         """[rows] int64: how many columns of each row stand. That is its first, and every draft that was drawn in its
         place, up to one that ends the answer: as `sampling.decide` would decide, where nothing but stop ids ends it."""
         self._accepted.send()
-        inputs, count = self._inputs.device, rows * columns
-        own = inputs[_OWN, :rows]
+        own, count = self._inputs.own[:rows], rows * columns
         drawn = self._answer.device[0, :count].view(rows, columns)[:, :-1]
         drafts = self._tokens[:count].view(rows, columns)[:, 1:]
-        ends = (drawn[:, :, None] == inputs[_STOPS:_TOKENS, :rows].T[:, None]).any(dim=2)
+        ends = (drawn[:, :, None] == self._inputs.stops[:rows, None]).any(dim=2)
         stands = (drawn == drafts) & ~ends
         # What stands beyond a row's own columns is chance, and rows without a request have none.
         run = (1 + stands.cumprod(dim=1).sum(dim=1)).minimum(own)
