@@ -54,6 +54,7 @@ def workload(lanes: int, steps: int) -> list[tuple[int, Request, int]]:
             token_ids=(motif * 200)[: rng.choice([1, 5, 63, 65, 300, 700])],
             max_tokens=rng.choice([1, 10, 60, 200, 300]),
             sampling=sampling,
+            stop_ids=[220, 261] if index % 3 == 0 else [],
         )
         at = 20 * (index // lanes)
         asks.append((at, request, at + rng.randrange(4, 40) if rng.random() < 0.2 else steps))
@@ -94,7 +95,7 @@ def test_graphs_equal_eager_over_a_thousand_steps(lanes):
     assert (tokens, ends, decoded) == answers(lanes, graphs=False, overlap=True)
     assert decoded > 1000 * lanes / 2
     assert sum(accepted for _, accepted in ends.values()) > decoded / 10
-    assert {reason for reason, _ in ends.values()} == {"length", "cancelled"}
+    assert {reason for reason, _ in ends.values()} == {"length", "stop", "cancelled"}
 
 
 def test_overlap_changes_no_token_of_a_request_that_ends():
