@@ -94,9 +94,6 @@ def measure(engine: Engine, lanes: int, context: int, rounds: int) -> dict[str, 
         engine.step()
     before, began = engine.stats().decode_tokens, time.perf_counter()
     for _ in range(rounds):
-        # As the engine's process does.
-        while engine.busy:
-            engine.tend()
         engine.step()
     round_s = (time.perf_counter() - began) / rounds
     tokens = (engine.stats().decode_tokens - before) / rounds / lanes
