@@ -60,8 +60,8 @@ class RowState:
         return self.thinking is not None and self.thinking.phase == "forcing"
 
     def sole_ends(self, columns: int) -> frozenset[int] | None:
-        """The stop ids, where they and what is drawn without penalties and mask are all that decides the next
-        `columns`; a budget of tokens aside. None where there is more to it."""
+        """The stop ids, where the next `columns` tokens are those that the logits alone draw, up to one of them or to
+        the last that `remaining` allows. None where penalties or a mask change logits, or a token could be forced."""
         thinking, budget = self.thinking, self.request.thinking
         closing = thinking is not None and budget is not None and thinking.may_force(budget, columns)
         return None if self.penalties or self.mask or closing else self.stops
