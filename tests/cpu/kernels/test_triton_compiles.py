@@ -36,7 +36,7 @@ with compiling(card, modules) as compiled:
     for kind in ("q4", "q5", "q6", "q8", "bf16"):
         for n, k, paired in ((5120, 6144, False), (34816, 5120, True)):
             data = torch.empty(n // 16, k // 64, tiles.BLOCK[kind], dtype=torch.int32, device="meta")
-            for columns in (8, 16, 32):
+            for columns in (1, 16, 32):
                 cut = cuts.plan(tiles.Tiles(kind, (n, k), data, paired), columns, card.shared_bytes)
                 small = torch.zeros(cut.row_blocks, k // 64, tiles.BLOCK[kind], dtype=torch.int32)
                 part = tiles.Tiles(kind, (16 * len(small), k), small, paired)
@@ -48,7 +48,7 @@ with compiling(card, modules) as compiled:
     for kind, n in (("q4", 4096), ("q5", 12288), ("bf16", 128)):
         data = torch.zeros(n // 16, 8, tiles.BLOCK[kind], dtype=torch.int32)
         beside.append(tiles.Tiles(kind, (n, 512), data))
-    for columns in (8, 16, 32):
+    for columns in (4, 8, 32):
         gluon.stream(zeros(columns, 512), beside, [zeros(columns, part.outputs) for part in beside], card)
     weight = torch.ones(256)
     for lengths, context in (((1, 1), (0, 70)), ((4, 4), (9, 9)), ((70,), (5,))):

@@ -9,6 +9,7 @@ stands beside it, and a matrix whatever shares its launch. Written in Gluon beca
 what: a Triton `tl.dot` on unpacked words moves them through shared memory (see `bench/results/log.md`).
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longlane.kernels.launch import DeviceProperties
 from longlane.kernels.linear import tiles as tiles_of
-from longlane.kernels.linear.cuts import SPLIT, Plan, parts, side_by_side
+from longlane.kernels.linear.cuts import KEPT, SPLIT, Plan, parts, side_by_side
 from longlane.kernels.linear.fragments import BLOCK, SCALES, entry, offsets, unpacked
 from longlane.kernels.linear.layouts import (
     column_copy_layout,
@@ -34,6 +35,8 @@ from longlane.kernels.linear.layouts import (
 from longlane.kernels.linear.tiles import Tiles
 
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+# Odd columns swap their 64-byte halves, so that a quarter warp reads all banks once.
+SWAPPED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0]))
 
 
 @gluon.jit
@@ -56,12 +59,24 @@ def _copy(stage, data, blocks, KIND: gl.constexpr, CUT: gl.constexpr):
 
 @gluon.jit
 def _copy_columns(target, x, x_stride, first, columns, CUT: gl.constexpr):
-    """Start copying columns [n, 64 x blocks] from value `first` on. What lies beyond the last column stays what it
-    was: it only reaches sums that nobody stores."""
-    LAYOUT: gl.constexpr = column_copy_layout(CUT, target.shape[0])
-    column = gl.arange(0, target.shape[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    inner = first + gl.arange(0, target.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    """Start copying columns [1, kept, 64 x blocks] from value `first` on. What lies beyond the last column stays what
+    it was: it only reaches sums that nobody stores."""
+    LAYOUT: gl.constexpr = column_copy_layout(CUT, target.shape[1])
+    column = gl.arange(0, target.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    inner = gl.arange(0, target.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    inner += first
     async_copy.async_copy_global_to_shared(target, x + column * x_stride + inner, mask=column < columns)
+
+
+@gluon.jit
+def _columns(kept, n: gl.constexpr, CUT: gl.constexpr):
+    """Columns [n, 64 x blocks] from the first ones [1, kept, 64 x blocks]: the others repeat them, for sums that nobody
+    stores."""
+    KEPT: gl.constexpr = kept.shape[1]
+    SIZE: gl.constexpr = kept.shape[2]
+    some = kept.load(column_layout(CUT, KEPT, n))
+    repeated = some.broadcast_to([n // KEPT, KEPT, SIZE]) if n > KEPT else some
+    return repeated.reshape([n, SIZE])
 
 
 @gluon.jit
@@ -229,7 +244,7 @@ def _store(sums, out, stride, first_row, columns, N, SPLIT: gl.constexpr):
 @gluon.jit
 def _product(
     x, data, out, columns, x_stride, out_stride, part_stride, N, blocks, program,
-    SHAPE: gl.constexpr, SPLIT: gl.constexpr, n: gl.constexpr, PDL: gl.constexpr,
+    SHAPE: gl.constexpr, SPLIT: gl.constexpr, n: gl.constexpr, KEPT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out[c, row] = sum over a part of K of W[row] x[c], for 16 R rows and n columns. The program's SPLIT warps share
     the blocks of a row."""
@@ -251,8 +266,7 @@ def _product(
         gl.allocate_shared_memory(EXTRA, [STAGES, R, B, EXTRA_SIZE], FLAT),
         gl.allocate_shared_memory(gl.float16, [STAGES, R, B, 32 if KIND == "q8" else 16], FLAT),
     )
-    # Odd columns swap their 64-byte halves, so that a quarter warp reads all banks once.
-    right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, n, B * 64], gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
+    right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, KEPT, B * 64], SWAPPED)
     first_column = gl.program_id(1) * n
     x += first_column * x_stride
     columns -= first_column
@@ -279,7 +293,7 @@ def _product(
     for step in range(0, blocks // B):
         async_copy.wait_group(STAGES - 2)
         first, second, scale = _read(_stage(buffers, step % STAGES), KIND, CUT)
-        values = right.index(step % STAGES).load(column_layout(CUT, n))
+        values = _columns(right.index(step % STAGES), n, CUT)
         ahead = step + STAGES - 1
         if ahead * B < blocks:
             _copy(_stage(buffers, ahead % STAGES), data + ahead * B * SIZE, row_blocks, KIND, CUT)
@@ -297,7 +311,7 @@ def _product(
 @gluon.jit(do_not_specialize=["columns"])
 def _stream(
     x, matrices, columns, x_stride, blocks,
-    SHAPES: gl.constexpr, SPLIT: gl.constexpr, n: gl.constexpr, PDL: gl.constexpr,
+    SHAPES: gl.constexpr, SPLIT: gl.constexpr, n: gl.constexpr, KEPT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`_product` of every matrix (data, out, its strides, N, programs) and shape (kind, J, R, stages, paired, parts)
     with the same x: the first programs of the launch take the first matrix, the next the second, and so on."""
@@ -307,7 +321,7 @@ def _stream(
         if (program >= 0) & (program < programs):
             _product(
                 x, data, out, columns, x_stride, out_stride, part_stride, N, blocks, program,
-                entry(SHAPES, i), SPLIT, n, PDL,
+                entry(SHAPES, i), SPLIT, n, KEPT, PDL,
             )  # fmt: skip
         program -= programs
 
@@ -322,8 +336,9 @@ def stream(
     """outs[i] [M, N or N / 2], bfloat16 or float32, = x [M, K] times matrices[i], all in one launch: small matrices run
     beside large ones instead of after them. Where programs share a row (`cuts.parts`), outs[i] is [parts, M, N], and
     its sum the product. x has rows of whole blocks, 32-byte aligned."""
-    n = 8 if len(x) <= 8 else 16 if len(x) <= 16 else 32
-    cuts = cuts or side_by_side(matrices, n, card.shared_bytes)
+    kept = KEPT[bisect_left(KEPT, min(len(x), KEPT[-1]))]
+    n = max(kept, 8)
+    cuts = cuts or side_by_side(matrices, kept, card.shared_bytes)
     launches = []
     for tiles, out, cut in zip(matrices, outs, cuts, strict=True):
         programs, rest = divmod(tiles.data.shape[0], cut.row_blocks)
@@ -341,5 +356,5 @@ def stream(
     pdl = card.dependent_launch
     _stream[(sum(launch[-1] for launch in arguments), -(-len(x) // n))](
         x, arguments, len(x), x.stride(0), matrices[0].blocks,
-        SHAPES=shapes, SPLIT=SPLIT, n=n, PDL=pdl, num_warps=SPLIT, launch_pdl=pdl,
+        SHAPES=shapes, SPLIT=SPLIT, n=n, KEPT=kept, PDL=pdl, num_warps=SPLIT, launch_pdl=pdl,
     )  # fmt: skip

@@ -54,25 +54,26 @@ def scale_copy_layout(cut, groups):
 
 
 @gluon.constexpr_function
-def column_layout(cut, columns):
-    """Activations [columns, 64 x blocks]: eight consecutive values a lane in each half of a block."""
+def column_layout(cut, kept, columns):
+    """Activations [columns / kept, kept, 64 x blocks]: eight consecutive values a lane in each half of a block."""
     split, blocks, _ = cut
-    registers = [[0, 1], [0, 2], [0, 4], [0, 32]] + [[8 * i, 0] for i in _log(columns // 8)]
-    registers += [[0, 64 * split * i] for i in _log(blocks)]
-    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    warps = [[0, 64 * i] for i in _log(split)]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [columns, 64 * split * blocks])
+    across = [[0, i, 0] for i in _log(kept)] + [[i, 0, 0] for i in _log(columns // kept)]
+    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 32], *across[3:]]
+    registers += [[0, 0, 64 * split * i] for i in _log(blocks)]
+    lanes = [[0, 0, 8], [0, 0, 16], *across[:3]]
+    warps = [[0, 0, 64 * i] for i in _log(split)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [columns // kept, kept, 64 * split * blocks])
 
 
 @gluon.constexpr_function
 def column_copy_layout(cut, columns):
-    """The same array, 16 bytes a lane along a column."""
+    """The array [1, columns, 64 x blocks], 16 bytes a lane along a column."""
     split, blocks, _ = cut
-    rest = [[0, 8 * i] for i in _log(8 * split * blocks)] + [[i, 0] for i in _log(columns)]
+    rest = [[0, 0, 8 * i] for i in _log(8 * split * blocks)] + [[0, i, 0] for i in _log(columns)]
     threads = 5 + len(_log(split))
-    spread = rest[:threads] + [[0, 0]] * (threads - len(rest))
-    registers = [[0, 1], [0, 2], [0, 4], *rest[threads:]]
-    return gl.DistributedLinearLayout(registers, spread[:5], spread[5:], [], [columns, 64 * split * blocks])
+    spread = rest[:threads] + [[0, 0, 0]] * (threads - len(rest))
+    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], *rest[threads:]]
+    return gl.DistributedLinearLayout(registers, spread[:5], spread[5:], [], [1, columns, 64 * split * blocks])
 
 
 @gluon.constexpr_function
