@@ -134,9 +134,14 @@ class Steps:
 
     @torch.inference_mode()
     def seconds(self, part: Part | None = None) -> float:
-        """What a round of one row takes that has the whole card, or one of its parts, to itself."""
+        """What a round of one row takes that has the whole card, or one of its parts, to itself.
+
+        Without its copies: torch remembers every stream that copied pinned memory and turns to them when that is freed,
+        and the stream of a part that was only tried is gone by then.
+        """
         self._inputs.fill([], 1, 1, own=True)
-        took = Graphs(self._device, part.stream if part else None).seconds(partial(self._step, 1, 1))
+        self._inputs.send()
+        took = Graphs(self._device, part.stream if part else None).seconds(partial(self._compute, 1, 1))
         self._ran = None
         return took
 
@@ -239,8 +244,12 @@ class Steps:
         self._drafts[:rows, 1 : depth + 1] = self._drafter.propose(self._batch(rows, 1, first), depth)
 
     def _step(self, rows: int, columns: int) -> None:
-        count = rows * columns
         self._inputs.send()
+        self._compute(rows, columns)
+        self._answer.bring_back()
+
+    def _compute(self, rows: int, columns: int) -> None:
+        count = rows * columns
         tokens = self._tokens[:count]
         tokens.view(rows, columns).copy_(self._inputs.tokens[:rows, :columns])
         if self._drafter and columns > 1:
@@ -256,7 +265,6 @@ class Steps:
         answer = self._answer.device
         answer[0, :count], answer[1, :count] = greedy(logits)
         answer[2, :count] = tokens
-        self._answer.bring_back()
 
     def _draw(self, rows: int, columns: int) -> None:
         assert self._logits is not None
