@@ -21,83 +21,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from longlane.kernels.launch import DeviceProperties
 from longlane.kernels.linear import tiles as tiles_of
 from longlane.kernels.linear.cuts import KEPT, SPLIT, Plan, parts, side_by_side
-from longlane.kernels.linear.fragments import BLOCK, SCALES, entry, offsets, unpacked
-from longlane.kernels.linear.layouts import (
-    column_copy_layout,
-    column_layout,
-    dense_layout,
-    join_layout,
-    out_layout,
-    scale_copy_layout,
-    scale_layout,
-    word_layout,
-)
+from longlane.kernels.linear.fragments import BLOCK, entry, unpacked
+from longlane.kernels.linear.layouts import join_layout, out_layout
+from longlane.kernels.linear.stages import FLAT, SWAPPED, copy_blocks, copy_columns, read_blocks, read_columns, stage_of
 from longlane.kernels.linear.tiles import Tiles
-
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-# Odd columns swap their 64-byte halves, so that a quarter warp reads all banks once.
-SWAPPED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0]))
-
-
-@gluon.jit
-def _copy(stage, data, blocks, KIND: gl.constexpr, CUT: gl.constexpr):
-    """Start copying a step's blocks to the (words, extra words, scales) of a stage in shared memory."""
-    words, extra, scales = stage[0], stage[1], stage[2]
-    SIZE: gl.constexpr = entry(BLOCK, KIND)
-    WORDS: gl.constexpr = word_layout(CUT, words.shape[2])
-    async_copy.async_copy_global_to_shared(words, data + offsets(WORDS, blocks * SIZE, SIZE))
-    if KIND == "q5" or KIND == "q6":
-        BYTES: gl.constexpr = 4 if KIND == "q5" else 2
-        EXTRA: gl.constexpr = word_layout(CUT, 128)
-        rest = (data + 128).to(gl.pointer_type(extra.dtype), bitcast=True)
-        async_copy.async_copy_global_to_shared(extra, rest + offsets(EXTRA, blocks * (BYTES * SIZE), BYTES * SIZE))
-    if KIND != "bf16":
-        SCALE: gl.constexpr = scale_copy_layout(CUT, 2 if KIND == "q8" else 1)
-        halves = (data + entry(SCALES, KIND)).to(gl.pointer_type(gl.float16), bitcast=True)
-        async_copy.async_copy_global_to_shared(scales, halves + offsets(SCALE, blocks * (2 * SIZE), 2 * SIZE))
-
-
-@gluon.jit
-def _copy_columns(target, x, x_stride, first, columns, CUT: gl.constexpr):
-    """Start copying columns [1, kept, 64 x blocks] from value `first` on. What lies beyond the last column stays what
-    it was: it only reaches sums that nobody stores."""
-    LAYOUT: gl.constexpr = column_copy_layout(CUT, target.shape[1])
-    column = gl.arange(0, target.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    inner = gl.arange(0, target.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    inner += first
-    async_copy.async_copy_global_to_shared(target, x + column * x_stride + inner, mask=column < columns)
-
-
-@gluon.jit
-def _columns(kept, n: gl.constexpr, CUT: gl.constexpr):
-    """Columns [n, 64 x blocks] from the first ones [1, kept, 64 x blocks]: the others repeat them, for sums that nobody
-    stores."""
-    KEPT: gl.constexpr = kept.shape[1]
-    SIZE: gl.constexpr = kept.shape[2]
-    some = kept.load(column_layout(CUT, KEPT, n))
-    repeated = some.broadcast_to([n // KEPT, KEPT, SIZE]) if n > KEPT else some
-    return repeated.reshape([n, SIZE])
-
-
-@gluon.jit
-def _read(stage, KIND: gl.constexpr, CUT: gl.constexpr):
-    """(first words, second words, scales): the second are the extra ones of q5 and q6, the second plane of q8."""
-    words, extra, scales = stage[0], stage[1], stage[2]
-    LAYOUT: gl.constexpr = word_layout(CUT, 128)
-    if KIND == "bf16":
-        DENSE: gl.constexpr = dense_layout(CUT)
-        first = words._reinterpret(gl.bfloat16, DENSE.shape, FLAT).load(DENSE)
-        second = first
-        scale = first
-    else:
-        scale = scales.load(scale_layout(CUT, 2 if KIND == "q8" else 1))
-        first = words.slice(0, 128, dim=2).load(LAYOUT)
-        second = first
-        if KIND == "q8":
-            second = words.slice(128, 128, dim=2).load(LAYOUT)
-        if KIND == "q5" or KIND == "q6":
-            second = extra.load(LAYOUT)
-    return first, second, scale
 
 
 @gluon.jit
@@ -227,11 +154,6 @@ def _accumulate(total, first, second, scale, x, KIND: gl.constexpr, J: gl.conste
 
 
 @gluon.jit
-def _stage(buffers, slot):
-    return buffers[0].index(slot), buffers[1].index(slot), buffers[2].index(slot)
-
-
-@gluon.jit
 def _store(sums, out, stride, first_row, columns, N, SPLIT: gl.constexpr):
     """Sums [rows, n] to columns of `out`, transposed."""
     OUT: gl.constexpr = out_layout(SPLIT, sums.shape[0], sums.shape[1])
@@ -281,23 +203,23 @@ def _product(
         gdc_launch_dependents()
     for step in gl.static_range(STAGES - 1):
         if step * B < blocks:
-            _copy(_stage(buffers, step), data + step * B * SIZE, row_blocks, KIND, CUT)
+            copy_blocks(stage_of(buffers, step), data + step * B * SIZE, row_blocks, KIND, CUT)
     if PDL:
         # Weights never change: they are on their way before the kernel that makes x has ended.
         gdc_wait()
     for step in gl.static_range(STAGES - 1):
         if step * B < blocks:
-            _copy_columns(right.index(step), x, x_stride, step * B * 64, columns, CUT)
+            copy_columns(right.index(step), x, x_stride, step * B * 64, columns, CUT)
         async_copy.commit_group()
     total = gl.zeros([SPLIT, R * 16, n], gl.float32, layout=mma)
     for step in range(0, blocks // B):
         async_copy.wait_group(STAGES - 2)
-        first, second, scale = _read(_stage(buffers, step % STAGES), KIND, CUT)
-        values = _columns(right.index(step % STAGES), n, CUT)
+        first, second, scale = read_blocks(stage_of(buffers, step % STAGES), KIND, CUT)
+        values = read_columns(right.index(step % STAGES), n, CUT)
         ahead = step + STAGES - 1
         if ahead * B < blocks:
-            _copy(_stage(buffers, ahead % STAGES), data + ahead * B * SIZE, row_blocks, KIND, CUT)
-            _copy_columns(right.index(ahead % STAGES), x, x_stride, ahead * B * 64, columns, CUT)
+            copy_blocks(stage_of(buffers, ahead % STAGES), data + ahead * B * SIZE, row_blocks, KIND, CUT)
+            copy_columns(right.index(ahead % STAGES), x, x_stride, ahead * B * 64, columns, CUT)
         async_copy.commit_group()
         total = _accumulate(total, first, second, scale, values, KIND, J, mma)
 
