@@ -48,7 +48,10 @@ def workload(lanes: int, steps: int) -> list[tuple[int, Request, int]]:
     asks = []
     for index in range(lanes * steps // 20):
         motif = [rng.randrange(VOCAB) for _ in range(rng.choice([3, 17, 60]))]
-        sampling = SamplingParams(temperature=rng.choice([0.0, 0.0, 0.0, 0.8]), top_p=0.9, seed=index)
+        # Where a penalty is, the host tells which drafts stand.
+        penalty = 0.5 if index % 5 == 4 else 0.0
+        temperature = rng.choice([0.0, 0.0, 0.0, 0.8])
+        sampling = SamplingParams(temperature=temperature, top_p=0.9, seed=index, presence_penalty=penalty)
         request = Request(
             id=f"r{index}",
             token_ids=(motif * 200)[: rng.choice([1, 5, 63, 65, 300, 700])],

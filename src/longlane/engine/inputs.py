@@ -10,10 +10,10 @@ from longlane.engine.batch import Row
 from longlane.engine.mirror import Mirror
 
 # Ids that a row can name to end its answer, for the device to tell which drafts stand.
-MAX_STOPS = 4
+MAX_STOP_IDS = 4
 # Lines of the block.
 _CONTEXT, _SLOT, _GIVEN, _OWN, _STOPS = range(5)
-_TOKENS = _STOPS + MAX_STOPS
+_TOKENS = _STOPS + MAX_STOP_IDS
 
 
 class Inputs:
@@ -27,7 +27,7 @@ class Inputs:
     def __init__(self, lanes: int, columns: int, pages: int, device: torch.device) -> None:
         self._block = Mirror((_TOKENS + columns, lanes), device)
         # A line of it turned on its side, for a row without a request.
-        self._unused = [0] * _STOPS + [-1] * MAX_STOPS + [0] * columns
+        self._unused = [0] * _STOPS + [-1] * MAX_STOP_IDS + [0] * columns
         self._table = Mirror((lanes, pages), device)
         # The pages that each line of the table holds.
         self._known = [b""] * lanes
@@ -94,7 +94,7 @@ class Inputs:
 
     @property
     def stops(self) -> Tensor:
-        """[lanes, MAX_STOPS] int32, -1 where there are less."""
+        """[lanes, MAX_STOP_IDS] int32, -1 where there are less."""
         return self._block.device[_STOPS:_TOKENS].T
 
     @property

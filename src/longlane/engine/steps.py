@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longlane.engine.batch import Row
 from longlane.engine.graphs import Graphs
-from longlane.engine.inputs import MAX_STOPS, Inputs
+from longlane.engine.inputs import MAX_STOP_IDS, Inputs
 from longlane.engine.mirror import Mirror
 from longlane.engine.partition import Part
 from longlane.kernels.sampling import draw_rows, greedy
@@ -162,7 +162,7 @@ class Steps:
         rows = _at_least(self._row_sizes, len(live))
         columns = _at_least(self._column_sizes, max(row.columns for row in live))
         # Device or host, one of them tells which drafts stand for all rows.
-        self._settled = all(row.stops is not None and len(row.stops) <= MAX_STOPS for row in live)
+        self._settled = all(row.stops is not None and len(row.stops) <= MAX_STOP_IDS for row in live)
         self._inputs.fill(live, rows, columns, own=self._settled)
         if depth := max(row.neural for row in live):
             self._run(("propose", rows, depth), partial(self._propose, rows, depth))

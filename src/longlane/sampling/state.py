@@ -28,7 +28,8 @@ class RowState:
         self.params = request.sampling
         self.vocab_size = vocab_size
         self.mask = mask
-        self.stops = frozenset(request.stop_ids)
+        # Ids that no token has end nothing.
+        self.stops = frozenset(id for id in request.stop_ids if 0 <= id < vocab_size)
         self.generated: list[int] = []
         self.finish: FinishReason | None = None if request.max_tokens > 0 else "length"
         self.stop_id: int | None = None

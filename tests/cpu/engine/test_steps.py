@@ -1,10 +1,14 @@
 """Rounds over fixed buffers: rounding up to captured shapes disturbs nobody, and every shape in use was captured."""
 
 from collections.abc import Callable, Hashable, Sequence
+from types import SimpleNamespace
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
+from longlane.engine.batch import Row
 from longlane.engine.loop import Engine
 from longlane.engine.partition import Part
 from longlane.engine.runner import Runner
@@ -140,6 +144,37 @@ def test_rounds_beside_a_chunk_replay_what_was_captured_for_their_part(model, pl
     assert answers(made).tokens == plain
     assert whole.replayed
     assert {kind for kind, _, _ in part.replayed} >= ({"step"} if spec == "off" else {"step", "settle", "propose"})
+
+
+# Drafts of a row's own, its stop ids, and how many of its columns stand when every draft is what was drawn.
+STANDING = [(3, (), 4), (1, (), 2), (3, (11,), 1), (3, (99, 12), 2), (3, (13,), 3), (3, (14,), 4)]
+
+
+def standing(steps: Steps, rows: Sequence[Row], drawn: Sequence[int], *, own: bool) -> list[int]:
+    """Of rows of [10, 11, 12, 13], the last three of them drafts, and padding after them."""
+    steps._inputs.fill(rows, LANES, 4, own=own)
+    steps._accepted.host[:] = range(LANES)
+    steps._tokens[: LANES * 4] = torch.tensor([10, 11, 12, 13] * LANES)
+    steps._answer.device[0, : LANES * 4] = torch.tensor([*drawn] * LANES)
+    return steps._standing(LANES, 4).tolist()
+
+
+def test_which_drafts_stand(model):
+    steps = engine(model, "mtp", exact=True)._runner.steps
+    lease = SimpleNamespace(length=0, slot=0, pages=np.zeros(1, dtype=np.int32))
+    rows = [Row(lease, [10], neural=drafts, stops=stops) for drafts, stops, _ in STANDING]
+    right, padding = [count for *_, count in STANDING], LANES - 3
+    assert standing(steps, rows[:3], [11, 12, 13, 14], own=True) == [*right[:3], *[0] * padding]
+    assert standing(steps, rows[3:], [11, 12, 13, 14], own=True) == [*right[3:], *[0] * padding]
+    assert standing(steps, rows[:2], [11, 55, 13, 14], own=True)[:2] == [2, 2]
+    assert standing(steps, rows[:3], [11, 12, 13, 14], own=False)[:3] == [0, 1, 2]
+
+
+def test_stop_ids_that_no_token_has_end_nothing(model, plain):
+    made = engine(model, "mtp", exact=True)
+    for request in requests():
+        made.submit(msgspec.structs.replace(request, stop_ids=[2**31, 2**53, -1, VOCAB]))
+    assert run(made).tokens == plain
 
 
 def test_a_step_is_described_before_it_runs(model):

@@ -7,7 +7,7 @@ import torch
 
 from longlane.artifact.formats import decode
 from longlane.kernels import linear as products
-from longlane.kernels.linear import prepare
+from longlane.kernels.linear import cuts, prepare
 from longlane.kernels.linear.tiles import Tiles
 from longlane.layers.linear import Linear
 from longlane.layers.parameters import HandedOver
@@ -40,6 +40,22 @@ def test_a_tiled_model_computes_what_its_weights_decode_to(config, card):
     for got, full in zip(fast, exact, strict=True):
         assert got.dtype == torch.float32
         assert (got - full).norm() < allowed * full.norm()
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+def test_rows_that_programs_share_are_added_up(config, card, monkeypatch):
+    """As those of a large model are; these are short."""
+    model = build(config, stored(config), dtype=BF16, packed=True)
+    whole, asked = run(model, BF16), []
+
+    def parts(matrix):
+        asked.append(matrix)
+        return 1 if matrix.paired else 2
+
+    monkeypatch.setattr(cuts, "parts", parts)
+    for got, want in zip(run(model, BF16), whole, strict=True):
+        assert (got - want).norm() < 0.02 * want.norm()
+    assert asked
 
 
 @pytest.mark.parametrize("config", [DENSE, TIED], ids=["dense", "tied"])

@@ -49,8 +49,6 @@ def stream(x: Tensor, tiles: Tiles, out: Tensor | None = None) -> Tensor:
 
 def stream_many(x: Tensor, matrices: Sequence[Tiles], outs: Sequence[Tensor] | None = None) -> list[Tensor]:
     """`stream` of several matrices with the same x."""
-    assert x.dtype == torch.bfloat16, x.dtype
-    assert all(x.shape[1] == tiles.shape[1] for tiles in matrices), (x.shape, [tiles.shape for tiles in matrices])
     results = list(outs) if outs is not None else [x.new_empty(len(x), tiles.outputs) for tiles in matrices]
     targets = [_unsummed(x, tiles) if parts(tiles) > 1 else out for tiles, out in zip(matrices, results, strict=True)]
     for tiles, out in zip(matrices, results, strict=True):
@@ -68,6 +66,8 @@ def _unsummed(x: Tensor, tiles: Tiles) -> Tensor:
 
 
 def _launch(x: Tensor, matrices: Sequence[Tiles], outs: Sequence[Tensor]) -> None:
+    assert x.dtype == torch.bfloat16, x.dtype
+    assert all(x.shape[1] == tiles.shape[1] for tiles in matrices), (x.shape, [tiles.shape for tiles in matrices])
     aligned = _aligned(x, matrices[0].blocks * COLUMNS)
     assert aligned.stride(1) == 1, aligned.stride()
     gluon.stream(aligned, matrices, outs, properties(x))

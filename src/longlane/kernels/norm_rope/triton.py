@@ -16,7 +16,8 @@ def _add_rms_norm(
     x, delta, weight, total, out, x_stride, delta_stride, part_stride, D, eps,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = norm(x + delta) * weight, total = x + delta, one row a program. delta is the sum of PARTS, nothing of 0."""
+    """out = norm(x + delta) * weight, total = x + delta, one row a program. delta is the sum of PARTS; there is
+    none for 0."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < D
