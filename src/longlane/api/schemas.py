@@ -129,11 +129,24 @@ UNSUPPORTED = {
     "guided_choice": "constrained decoding is not available yet",
     "guided_grammar": "constrained decoding is not available yet",
     "structured_outputs": "constrained decoding is not available yet",
+    "json_schema": "constrained decoding is not available yet",
+    "allowed_token_ids": "constrained decoding is not available yet",
+    "bad_words": "constrained decoding is not available yet; see logit_bias",
+    "min_tokens": "a least number of tokens is not available; see logit_bias",
+    "n_predict": "the field is max_tokens here",
+    "repeat_penalty": "the field is repetition_penalty here",
+    "mirostat": "this way of sampling is not available",
+    "truncate_prompt_tokens": "prompts are never cut",
+    "continue_final_message": "an answer always begins a new turn",
+    "include_stop_str_in_output": "stop strings are always withheld",
     "suffix": "insertion is not available",
     "use_beam_search": "beam search is not available",
     "chat_template": "the server's template is used (--chat-template)",
 }
+# Values of such fields that change nothing, beside those that are false.
+NEUTRAL = {"repeat_penalty": 1}
 NEUTRAL_FORMATS: tuple[Any, ...] = (None, {"type": "text"})
+NEUTRAL_CHOICES: tuple[Any, ...] = (None, "none", "auto")
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>[^`]*)`")
 
@@ -167,8 +180,11 @@ def convert(data: Any, kind: type[T], where: str = "") -> T:
 
 def refuse_unsupported(data: Mapping[str, Any]) -> None:
     for field, reason in UNSUPPORTED.items():
-        if data.get(field):
+        if data.get(field) and data[field] != NEUTRAL.get(field):
             raise RequestError(f"{field}: {reason}", code="unsupported_parameter", param=field)
+    if data.get("tool_choice") not in NEUTRAL_CHOICES:
+        message = "tool_choice: tool calling is not available yet"
+        raise RequestError(message, code="unsupported_parameter", param="tool_choice")
     if data.get("response_format") not in NEUTRAL_FORMATS:
         message = "response_format: only text is available yet"
         raise RequestError(message, code="unsupported_parameter", param="response_format")

@@ -80,8 +80,8 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise RequestError(f"chat template: {error}", code="invalid_prompt", param="messages") from None
-        except (TypeError, ValueError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-            # A template is code that meets foreign data: what it trips over is the request's fault, not the server's.
+        except Exception as error:
+            # A template is foreign code that meets foreign data: whatever it trips over is not the server's fault.
             message = f"the chat template cannot render these messages ({type(error).__name__}: {error})"
             raise RequestError(message, code="invalid_prompt", param="messages") from None
 

@@ -27,6 +27,11 @@ def test_version_needs_no_command() -> None:
     assert result.output.strip() == longlane.__version__
 
 
+def test_python_runs_it_as_a_module() -> None:
+    found = subprocess.run([sys.executable, "-m", "longlane", "--version"], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == longlane.__version__
+
+
 def test_help_names_every_command_and_loads_none() -> None:
     code = (
         "import sys; from longlane.cli import main; sys.argv = ['longlane', '--help']\n"
@@ -106,13 +111,26 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: py
         (["serve", "tiny", "--on-fault", "stop", "--max-restarts", "5"], "--max-restarts has no effect beside"),
         (["serve", "tiny", "--greedy", "--top-k", "5"], "--top-k has no effect beside --greedy"),
         (["chat", "tiny", "--greedy", "--temperature", "0"], "--temperature has no effect beside --greedy"),
-        (["serve", "tiny", "--device", "cpu", "--cuda-graph"], "--cuda-graph has no effect without a card"),
-        (["serve", "tiny", "--device", "cpu", "--overlap"], "--overlap has no effect without a card"),
+        (
+            ["serve", "tiny", "--device", "cpu", "--cuda-graph"],
+            "--cuda-graph has no effect without a card; leave --cuda-graph out",
+        ),
+        (
+            ["serve", "tiny", "--device", "cpu", "--overlap"],
+            "--overlap has no effect without a card; leave --overlap out",
+        ),
+        (
+            ["serve", "tiny", "--device", "cpu", "--concurrent-prefill"],
+            "--concurrent-prefill has no effect without a card; leave --concurrent-prefill out",
+        ),
         (
             ["plan", "--geometry", "qwen3.6-35b-a3b", "--cuda-graph"],
             "no effect without steps that can be captured",
         ),
-        (["plan", "tiny", "--concurrent-prefill"], "--concurrent-prefill has no effect without a card, two lanes"),
+        (
+            ["plan", "tiny", "--concurrent-prefill"],
+            "--concurrent-prefill has no effect without two lanes, --cuda-graph",
+        ),
         (["convert", "tiny", "x", "--draft-counts", __file__, "--draft-text", __file__], "leave one of them out"),
     ],
 )

@@ -125,6 +125,8 @@ def test_options_cannot_replace_the_conversation() -> None:
         ("{{ raise_exception('no such thing') }}", "no such thing"),
         ("{{ messages[0].content + 1 }}", "TypeError"),
         ("{{ messages[0].nothing.more }}", "has no attribute"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ 'abc'.encode('ascii').decode('utf-16') }}", "UnicodeDecodeError"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% for i in range(10000000) %}{% endfor %}", "(?i)range"),
