@@ -153,13 +153,13 @@ class Screen:
             self._between = not text
         print(text, end="", flush=True)
 
-    def end(self, ended: Ended) -> None:
-        """Say where thoughts did not end by themselves, then what the answer took."""
+    def end(self, ended: Ended, max_tokens: int) -> None:
+        """Say where thoughts did not end by themselves, then what the answer took. `max_tokens`: its limit."""
         print("\n", flush=True)
         t, note = ended.timings, ""
         if self.thinking:
             begun = "" if self._hide_thinking else "\n"
-            note = f"{begun}longlane: --max-tokens came before the end of the thoughts, so there is no answer; raise it"
+            note = f"{begun}longlane: {unanswered(ended, max_tokens)}"
         elif t.control_tokens:
             note = f"longlane: --default-thinking-budget ended the thoughts after {t.thinking_tokens} tokens"
         if note:
@@ -179,7 +179,16 @@ async def _answer(state: ServerState, messages: list[dict[str, Any]], parts: lis
                 parts.append(event.text)
                 screen.show(event.text)
             if isinstance(event, Ended):
-                screen.end(event)
+                screen.end(event, job.requests[0].max_tokens)
+
+
+def unanswered(ended: Ended, max_tokens: int) -> str:
+    """Why thoughts were all that came. The engine lowers `max_tokens` to what the context and the KV pool hold."""
+    if ended.reason != "length":
+        return "the model stopped inside its thoughts, so there is no answer"
+    if ended.completion_tokens < max_tokens:
+        return "the context or the KV pool was full before the end of the thoughts, so there is no answer"
+    return "--max-tokens came before the end of the thoughts, so there is no answer; raise it"
 
 
 def summary(ended: Ended) -> str:

@@ -31,24 +31,33 @@ def test_thoughts_can_be_hidden(capsys):
     assert (found.out, found.err) == (ANSWER, "")
 
 
+CUT = "longlane: --max-tokens came before the end of the thoughts, so there is no answer; raise it"
+FULL = "longlane: the context or the KV pool was full before the end of the thoughts, so there is no answer"
+STOPPED = "longlane: the model stopped inside its thoughts, so there is no answer"
+
+
 @pytest.mark.parametrize(
-    ("chunks", "control", "note"),
+    ("chunks", "control", "reason", "limit", "note"),
     [
-        (THOUGHT, 25, "longlane: --default-thinking-budget ended the thoughts after 5 tokens"),
-        (THOUGHT[:2], 0, "longlane: --max-tokens came before the end of the thoughts, so there is no answer; raise it"),
-        (THOUGHT[:2], 3, "longlane: --max-tokens came before the end of the thoughts, so there is no answer; raise it"),
-        (THOUGHT, 0, None),
+        (THOUGHT, 25, "length", 9, "longlane: --default-thinking-budget ended the thoughts after 5 tokens"),
+        (THOUGHT[:2], 0, "length", 9, CUT),
+        (THOUGHT[:2], 3, "length", 9, CUT),
+        (THOUGHT[:2], 0, "length", 10, FULL),
+        (THOUGHT[:2], 0, "stop", 10, STOPPED),
+        (THOUGHT[:2], 0, "stop", 9, STOPPED),
+        (THOUGHT, 0, "length", 9, None),
+        (THOUGHT, 0, "stop", 10, None),
     ],
 )
 @pytest.mark.parametrize("hide", [True, False])
-def test_thoughts_that_did_not_end_by_themselves_are_one_line(capsys, chunks, control, note, hide):
+def test_thoughts_that_did_not_end_by_themselves_are_one_line(capsys, chunks, control, reason, limit, note, hide):
     screen = Screen(Console(stderr=True, highlight=False), hide)
     screen.begin(True)
     for chunk in chunks:
         screen.show(chunk)
     capsys.readouterr()
     measured = Timings(thinking_tokens=5, control_tokens=control)
-    screen.end(Ended(index=0, reason="length", tokens=9, completion_tokens=9, timings=measured))
+    screen.end(Ended(index=0, reason=reason, tokens=9, completion_tokens=9, timings=measured), limit)
     found = capsys.readouterr()
     assert found.err.splitlines()[-1:] == ([note] if note else [])
     assert found.out.startswith("\n\nTTFT 0 ms | ")
