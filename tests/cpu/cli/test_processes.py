@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from longlane.api.server import GRACE_S
+
 LONGLANE = [sys.executable, "-c", "from longlane.cli import main; main()"]
 SMALL = ["--device", "cpu", "--max-context", "512", "--threads", "1"]
 
@@ -94,10 +96,13 @@ def test_a_server_from_its_start_to_its_end(server: Server) -> None:
     assert "Traceback" not in server.err.read_text()
 
 
-def test_a_server_told_to_stop_while_loading(server: Server) -> None:
-    server.wait_for(503, "/ready")
+@pytest.mark.parametrize("ready", [503, 200], ids=["loading", "idle"])
+def test_a_server_with_nothing_open_does_not_wait_for_its_grace_to_end(server: Server, ready: int) -> None:
+    server.wait_for(ready, "/ready")
+    begun = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0
+    assert time.monotonic() - begun < GRACE_S / 2
     assert list(server.temporary.iterdir()) == []
 
 
