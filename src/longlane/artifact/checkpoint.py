@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,21 @@ def open_gguf(path: Path) -> Model:
     """A GGUF file of the llama family."""
     source = GgufModel(path)
     return Model(path.stem, GGUF_RECIPE, {"text": source.config}, source.items(), source.resources, [], [path])
+
+
+def gguf_header(path: Path) -> tuple[dict[str, Any], list[Entry]]:
+    """The text model's configuration, and the tensors that a GGUF file becomes.
+
+    Read once while the file stays as it is: a vocabulary takes seconds.
+    """
+    found = path.stat()
+    return _gguf_header(path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=1)
+def _gguf_header(path: Path, changed_ns: int, size: int) -> tuple[dict[str, Any], list[Entry]]:
+    model = open_gguf(path)
+    return model.components["text"], [Entry.tensor(item.name, item.format, item.shape) for item in model.items]
 
 
 def open_directory(

@@ -79,8 +79,7 @@ class GgufModel:
     def __init__(self, path: Path, reader: Reader | None = None):
         self.path = path
         self.reader = reader or Reader(path)
-        self._field = self.reader.value
-        if (family := self._field("general.architecture")) != "llama":
+        if (family := self.reader.value("general.architecture")) != "llama":
             raise CheckpointError(f"{path}: GGUF architecture {family} is not supported; this build converts llama")
         self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self._read: set[str] = set()
@@ -106,12 +105,12 @@ class GgufModel:
         return found
 
     def _required(self, key: str) -> Any:
-        if (value := self._field(key)) is None:
+        if (value := self.reader.value(key)) is None:
             raise CheckpointError(f"{self.path}: GGUF key {key} is missing; convert the model to GGUF again")
         return value
 
     def _count(self, key: str, default: int | None = None) -> int:
-        value = self._field(key, default)
+        value = self.reader.value(key, default)
         if not isinstance(value, int) or value < 1:
             raise CheckpointError(
                 f"{self.path}: GGUF key {key} is {value!r}, not one positive number; convert the model to GGUF again"
@@ -120,8 +119,8 @@ class GgufModel:
 
     def _check_rope(self) -> None:
         """Refuse a rotary embedding that this build would compute as the plain one."""
-        scaling = self._field("llama.rope.scaling.type", "none")
-        rotated = self._field("llama.rope.dimension_count", self.config["head_dim"])
+        scaling = self.reader.value("llama.rope.scaling.type", "none")
+        rotated = self.reader.value("llama.rope.dimension_count", self.config["head_dim"])
         if scaling != "none" or rotated != self.config["head_dim"]:
             raise CheckpointError(
                 f"{self.path}: rotary embedding of {rotated} dimensions with scaling {scaling} is not supported; "
@@ -143,12 +142,12 @@ class GgufModel:
             "hidden_act": "silu",
             "max_position_embeddings": self._count("llama.context_length"),
             "rms_norm_eps": self._required("llama.attention.layer_norm_rms_epsilon"),
-            "rope_theta": self._field("llama.rope.freq_base", 10000.0),
+            "rope_theta": self.reader.value("llama.rope.freq_base", 10000.0),
             "vocab_size": len(self._required("tokenizer.ggml.tokens")),
             "tie_word_embeddings": "output.weight" not in self._tensors,
-            "bos_token_id": self._field("tokenizer.ggml.bos_token_id"),
+            "bos_token_id": self.reader.value("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._required("tokenizer.ggml.eos_token_id"),
-            "pad_token_id": self._field("tokenizer.ggml.padding_token_id"),
+            "pad_token_id": self.reader.value("tokenizer.ggml.padding_token_id"),
         }
 
     def _resources(self) -> dict[str, bytes]:
@@ -156,14 +155,14 @@ class GgufModel:
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": self.config["max_position_embeddings"],
-            "add_bos_token": self._field("tokenizer.ggml.add_bos_token", False),
+            "add_bos_token": self.reader.value("tokenizer.ggml.add_bos_token", False),
             "clean_up_tokenization_spaces": False,
             **{
                 f"{role}_token": None if (id := self.config[f"{role}_token_id"]) is None else self._token(tokens, id)
                 for role in ("bos", "eos", "pad")
             },
         }
-        name = str(self._field("general.basename", "")).lower()
+        name = str(self.reader.value("general.basename", "")).lower()
         sampling = next((preset for family, preset in SAMPLING.items() if name.startswith(family)), {})
         generation = {"eos_token_id": self._stop_ids(), "pad_token_id": self.config["pad_token_id"], **sampling}
         resources = {
@@ -171,7 +170,7 @@ class GgufModel:
             "tokenizer_config": _json(settings),
             "generation_config": _json(generation),
         }
-        if template := self._field("tokenizer.chat_template"):
+        if template := self.reader.value("tokenizer.chat_template"):
             resources["chat_template"] = template.encode()
         return resources
 
@@ -183,7 +182,7 @@ class GgufModel:
     def _stop_ids(self) -> list[int]:
         """The end of a turn, and the end of a text where the file names another one."""
         keys = ("eos_token_id", "eot_token_id", "eos_token_ids")
-        return sorted({id for key in keys if (id := self._field(f"tokenizer.ggml.{key}")) is not None})
+        return sorted({id for key in keys if (id := self.reader.value(f"tokenizer.ggml.{key}")) is not None})
 
     def _tokenizer(self, tokens: list[str]) -> Tokenizer:
         if (kind := self._required("tokenizer.ggml.model")) != "gpt2":

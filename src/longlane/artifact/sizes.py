@@ -68,9 +68,9 @@ def weight_bytes(
 def _entries(path: Path) -> list[tuple[str, Entry]]:
     """The stored tensors of an artifact, or of that which a GGUF file becomes, each with a name of what it is of."""
     if path.suffix == ".gguf":
-        from longlane.artifact.checkpoint import open_gguf
+        from longlane.artifact.checkpoint import gguf_header
 
-        return [(item.name, Entry.tensor(item.name, item.format, item.shape)) for item in open_gguf(path).items]
+        return [(entry.name, entry) for entry in gguf_header(path)[1]]
     with Artifact.open(path) as artifact:
         owner: dict[str, str] = {}
         for name, parts in artifact.parameters.items():

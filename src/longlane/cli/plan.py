@@ -9,7 +9,7 @@ import msgspec
 import torch
 import typer
 
-from longlane.artifact.checkpoint import open_gguf
+from longlane.artifact.checkpoint import gguf_header
 from longlane.artifact.inventory import GEOMETRIES
 from longlane.artifact.locate import find
 from longlane.artifact.resources import open_resources
@@ -67,7 +67,7 @@ def plan(
     weights = weight_bytes(config, path, sections(engine, vision=bool(vision_tokens)), engine.weights, tower)
     spec = cache_spec(config, mtp="mtp" in engine.spec)
     request = plan_request(engine, config, spec, weights, device=torch.device("cuda"), device_bytes=size)
-    made = make_plan(replace(request, vision_tokens=vision_tokens), needs_host(engine))
+    made = make_plan(replace(request, vision_tokens=vision_tokens), keep_host=needs_host(engine))
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(made), indent=2).decode())
     else:
@@ -99,7 +99,7 @@ def model_config(model: str | None, geometry: str | None) -> tuple[dict[str, Any
     assert model is not None
     path = find(model)
     if path.suffix == ".gguf":
-        return open_gguf(path).components["text"], path
+        return gguf_header(path)[0], path
     return open_resources(path).config, path
 
 

@@ -42,7 +42,7 @@ def check_model(config: EngineConfig, path: Path, device: torch.device) -> None:
     check_model_flags(config, text, path)
     weights = placed_weights(config, text, path, device)
     request = plan_request(config, text, spec, weights, device=device, device_bytes=free_bytes(config, device))
-    plan = make_plan(request, needs_host(config))
+    plan = make_plan(request, keep_host=needs_host(config))
     check_tiers(config, pages=(mib << 20) // page_bytes(spec, plan.kv_dtype), states=host_states(config))
 
 
@@ -61,7 +61,7 @@ def plan_memory(config: EngineConfig, loaded: LoadedModel, device: torch.device)
     # Of the host's memory, they have taken theirs.
     size = free_bytes(config, device, taken=0 if device.type == "cuda" else placed)
     request = plan_request(config, loaded.config, loaded.spec, {"all": placed}, device=device, device_bytes=size)
-    return make_plan(request, needs_host(config))
+    return make_plan(request, keep_host=needs_host(config))
 
 
 def plan_request(

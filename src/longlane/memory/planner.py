@@ -35,7 +35,7 @@ def make_plan(req: PlanRequest, keep_host: bool = False) -> MemoryPlan:
     wanted = req.lanes * per_lane if req.kv_capacity is None else ceil(req.kv_capacity / PAGE)
     least = max(per_lane, req.lanes) if req.kv_capacity is None else wanted
     if fits < least:
-        raise PlanError(_refusal(req, fits, least, keep_host))
+        raise PlanError(_refusal(req, fits, least, keep_host=keep_host))
     pages = min(wanted, fits)
     kv_note = f"{pages} pages of {PAGE} tokens, {page // PAGE:,} B a token ({req.kv_dtype})"
     pools.insert(len(req.weights), Pool(name="KV pages", bytes=(pages + 1) * page, note=kv_note))
@@ -72,12 +72,12 @@ def _check(req: PlanRequest) -> None:
         raise PlanError(f"--kv-capacity {req.kv_capacity} must {right}")
 
 
-def _refusal(req: PlanRequest, fits: int, least: int, keep_host: bool) -> str:
+def _refusal(req: PlanRequest, fits: int, least: int, *, keep_host: bool) -> str:
     """Why there is no plan, and which flags would change that: each with what it gives back, or so that it fits."""
     pools, page = fixed_pools(req), page_bytes(req.spec, req.kv_dtype)
     fixed = sum(pool.bytes for pool in pools)
     left = req.device_bytes - fixed
-    back = ", ".join(f"{flag} ({sized(size, up=False)})" for flag, size in _given_back(req, fixed, keep_host))
+    back = ", ".join(f"{flag} ({sized(size, up=False)})" for flag, size in _given_back(req, fixed, keep_host=keep_host))
     back = f"given back by {back}; " if back else ""
     if left < 2 * page:
         largest = max(pools, key=lambda pool: pool.bytes)
@@ -108,7 +108,7 @@ def _enough(req: PlanRequest, kv: int) -> int:
     return size
 
 
-def _given_back(req: PlanRequest, fixed: int, keep_host: bool) -> list[tuple[str, int]]:
+def _given_back(req: PlanRequest, fixed: int, *, keep_host: bool) -> list[tuple[str, int]]:
     """Flags, and the bytes by which each alone makes the pools besides KV smaller than `fixed`; the most first."""
     # Whoever asked for chunks beside rounds by name is refused without graphs.
     graphless = "--no-cuda-graph" + " --no-concurrent-prefill" * req.concurrent

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from typer.testing import CliRunner
 
-from longlane.artifact.checkpoint import load_weights, open_gguf
+from longlane.artifact import checkpoint
+from longlane.artifact.checkpoint import gguf_header, load_weights, open_gguf
 from longlane.artifact.convert import Options, convert
 from longlane.artifact.formats import decode
 from longlane.artifact.gguf import GgufModel, Reader
@@ -286,6 +287,20 @@ def test_planning_counts_what_converting_would_place_and_converts_nothing(
     assert sizes[0] == sizes[1]
     placed = next(pool for pool in json.loads(made.output)["pools"] if pool["name"] == "weights: text")
     assert placed["bytes"] == weight_bytes(config, path, ["text"], "auto")["text"]
+
+
+def test_planning_reads_a_file_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, opened = tmp_path / "m.gguf", []
+    monkeypatch.setattr(checkpoint, "GgufModel", lambda path: opened.append(path) or GgufModel(path))
+    for tied in (True, False):
+        write_gguf(path, random_arrays(tied), {})
+        opened.clear()
+        made = CliRunner().invoke(app, ["plan", str(path), "--json"])
+        assert made.exit_code == 0, made.exception
+        assert opened == [path]
+        config, entries = gguf_header(path)
+        assert config["tie_word_embeddings"] is tied
+        assert ("text/output_head" in {entry.name for entry in entries}) is not tied
 
 
 @pytest.fixture(scope="module")
