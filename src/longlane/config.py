@@ -23,8 +23,8 @@ class EngineConfig:
     `kv_capacity` None means auto: min(lanes x context, what fits). `device_state_slots` None means as many spare state
     images as lanes. `host_kv_mib` None means 8192 beside a card and no host tier on the CPU; `host_state_slots` None
     follows from the continuations and prefixes that are asked for. `dtype` auto is the fastest route of the device;
-    float32 and float64 are the exact routes that tests compare. `named` are switches that were turned on by name, as
-    they are anyway: asked for so, they have to have an effect.
+    float32 and float64 are the exact routes that tests compare. `named` are switches that are on anyway and were
+    turned on by name: asked for so, they have to have an effect.
     """
 
     model: str

@@ -150,7 +150,8 @@ def pick(config: type[Any], values: dict[str, Any]) -> Any:
 
 
 def pick_engine(context: typer.Context, model: str, values: dict[str, Any]) -> EngineConfig:
-    """The engine's configuration, with the switches that were turned on by name."""
-    named = tuple(name for name, value in values.items() if value is True and given(context, name))
+    """The engine's configuration, with the switches that are on anyway and were turned on by name."""
+    on = {field.name for field in dataclasses.fields(EngineConfig) if field.default is True}
+    named = tuple(name for name, value in values.items() if name in on and value and given(context, name))
     config: EngineConfig = pick(EngineConfig, {"model": model, "named": named, **values})
     return config

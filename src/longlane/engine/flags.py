@@ -10,16 +10,20 @@ from longlane.artifact.sizes import weight_bytes
 from longlane.config import EngineConfig, FaultPolicy, ServerConfig
 from longlane.errors import ConfigError, PlanError
 
+# No flag adds one.
+CARD = "a card"
+
 
 def check_flags(config: EngineConfig) -> None:
     """Raises `ConfigError` for a flag that the others leave without effect, and names those it needs."""
     for flag, need in _unserved(config):
-        raise ConfigError(f"{flag} has no effect without {need}; add that, or leave {flag} out")
+        cure = f"leave {flag} out" if need == CARD else f"add that, or leave {flag} out"
+        raise ConfigError(f"{flag} has no effect without {need}; {cure}")
 
 
 def needs_host(config: EngineConfig) -> bool:
     """Whether a flag is there that a host tier of no size would leave without effect."""
-    return bool(_unserved(replace(config, host_kv_mib=0)))
+    return len(_unserved(replace(config, host_kv_mib=0))) > len(_unserved(config))
 
 
 def _unserved(config: EngineConfig) -> list[tuple[str, str]]:
@@ -35,11 +39,12 @@ def _unserved(config: EngineConfig) -> list[tuple[str, str]]:
     anchors, gib = changed("auto_long_anchors"), changed("disk_cache_gib")
     inside = changed("max_long_anchors_per_continuation")
 
-    card, parted = config.device != "cpu", "two lanes, --cuda-graph, --overlap and a --decode-floor above 0"
+    card = config.device != "cpu"
+    parted = "two lanes, --cuda-graph, --overlap and a --decode-floor above 0" if card else CARD
     needs = (
-        ("--cuda-graph", _on(config, "cuda_graph"), card, "a card"),
-        ("--overlap", _on(config, "overlap"), card, "a card"),
-        ("--concurrent-prefill", _on(config, "concurrent_prefill"), card and concurrent(config), f"a card, {parted}"),
+        ("--cuda-graph", _on(config, "cuda_graph"), card, CARD),
+        ("--overlap", _on(config, "overlap"), card, CARD),
+        ("--concurrent-prefill", _on(config, "concurrent_prefill"), card and concurrent(config), parted),
         ("--draft-tokens", config.draft_tokens, config.spec != "off", "--spec mtp or lookup"),
         ("--lm-head-draft", config.lm_head_draft, "mtp" in config.spec, "--spec mtp, whose drafts it is for"),
         ("--device-state-slots", config.device_state_slots, reuse, "--prefix-reuse"),

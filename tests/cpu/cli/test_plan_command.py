@@ -14,9 +14,10 @@ from longlane.artifact.container import Artifact
 from longlane.artifact.convert import Options, convert
 from longlane.artifact.inventory import GEOMETRIES
 from longlane.artifact.locate import find
+from longlane.cli.options import pick_engine, takes
 from longlane.cli.plan import PLANNED, parse_size, plan
 from longlane.config import EngineConfig
-from longlane.engine.flags import sections
+from longlane.engine.flags import needs_host, sections
 from longlane.engine.planning import plan_request
 from longlane.errors import ConfigError
 from longlane.memory.plan import PlanRequest
@@ -114,6 +115,27 @@ def test_lookups_are_planned_for_without_a_draft_head(app: typer.Typer) -> None:
     lookup, mtp = pools("lookup"), pools("mtp")
     assert "weights: mtp" not in lookup
     assert lookup["verify records"] * 6 == mtp["verify records"] * 16
+
+
+def test_only_a_flag_that_a_host_tier_serves_needs_one() -> None:
+    assert needs_host(EngineConfig(model="m", max_shared_prefixes=3))
+    assert not needs_host(EngineConfig(model="m", host_kv_mib=64))
+    assert not needs_host(EngineConfig(model="m", draft_tokens=3))
+
+
+def test_switches_that_are_on_anyway_are_known_by_name() -> None:
+    made = []
+    app = typer.Typer()
+
+    @app.command()
+    @takes(EngineConfig)
+    def engine(context: typer.Context, **values: object) -> None:
+        made.append(pick_engine(context, "m", values))
+
+    typed = ["--overlap", "--no-cuda-graph", "--lm-head-draft", "--spec", "mtp"]
+    result = CliRunner().invoke(app, typed)
+    assert result.exit_code == 0, result.output
+    assert [(config.named, config.lm_head_draft) for config in made] == [(("overlap",), True)]
 
 
 @pytest.mark.parametrize(
