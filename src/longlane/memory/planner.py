@@ -19,7 +19,7 @@ SMALL_CHUNK = 256
 WORTH_NAMING = 16 * MIB
 
 
-def make_plan(req: PlanRequest, keep_host: bool = False) -> MemoryPlan:
+def make_plan(req: PlanRequest, *, keep_host: bool = False) -> MemoryPlan:
     """Divide the device among the pools.
 
     Raises PlanError naming the bound that breaks and the nearest settings that fit; with `keep_host` it does not

@@ -91,7 +91,7 @@ def test_what_a_refusal_proposes_is_taken(
     except ConfigError:
         assume(False)
     try:
-        make_plan(request(config, size), needs_host(config))
+        make_plan(request(config, size), keep_host=needs_host(config))
     except PlanError as error:
         refusal = error.message
     else:
@@ -103,7 +103,7 @@ def test_what_a_refusal_proposes_is_taken(
     for proposed in filter(None, refusal.partition("nearest that fits: ")[2].split(" or ")):
         fitting = changed(config, proposed)
         check(fitting)
-        make_plan(request(fitting, size), needs_host(fitting))
+        make_plan(request(fitting, size), keep_host=needs_host(fitting))
 
 
 @pytest.mark.parametrize("gib", [15, 18])
@@ -111,7 +111,7 @@ def test_a_host_tier_that_others_need_is_kept(gib: int) -> None:
     def refusal(**flags: Any) -> str:
         config = EngineConfig(model="m", device="cuda", max_context=262_144, max_concurrency=2, **flags)
         with pytest.raises(PlanError) as refused:
-            make_plan(request(config, gib * GIB), needs_host(config))
+            make_plan(request(config, gib * GIB), keep_host=needs_host(config))
         return refused.value.message
 
     assert "--host-kv-mib 0 (" in refusal()
