@@ -3,6 +3,8 @@ turn with it, and take what was planned."""
 
 import logging
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 
@@ -174,6 +176,18 @@ def test_parts_that_are_given_back_cost_nothing_and_can_be_had_again(caplog):
     assert torch.equal(x @ x, product)
     assert free[3] - free[-1] < 32 << 20, "memory of a few parts at most"
     assert not [line for line in caplog.messages if "keeps its memory" in line]
+
+
+def test_an_engine_that_tried_parts_can_be_given_up():
+    """In a process of its own, which a crash would end: streams of parts that were tried are gone by then."""
+    program = (
+        "from longlane.config import EngineConfig; from longlane.engine import startup\n"
+        "for _ in range(2):\n"
+        "    config = EngineConfig(model='tiny', device='cuda', max_context=512, max_concurrency=2)\n"
+        "    engine, _ = startup.load(config, lambda loading: None)\n"
+        "    engine.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 def test_what_is_refused_early_counts_no_more_weights_than_are_placed():
