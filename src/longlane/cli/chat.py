@@ -131,7 +131,8 @@ def _questions() -> Iterator[str]:
 
 
 class Screen:
-    """Where an answer is shown: itself on standard output, its thoughts dimmed on standard error or not at all."""
+    """Where an answer is shown: itself on standard output, its thoughts dimmed on standard error or not at all, and
+    there too what it took."""
 
     def __init__(self, console: Console, hide_thinking: bool) -> None:
         self._console = console
@@ -155,16 +156,15 @@ class Screen:
 
     def end(self, ended: Ended, max_tokens: int) -> None:
         """Say where thoughts did not end by themselves, then what the answer took. `max_tokens`: its limit."""
-        print("\n", flush=True)
+        print(flush=True)
         t, note = ended.timings, ""
         if self.thinking:
             begun = "" if self._hide_thinking else "\n"
             note = f"{begun}longlane: {unanswered(ended, max_tokens)}"
         elif t.control_tokens:
             note = f"longlane: --default-thinking-budget ended the thoughts after {t.thinking_tokens} tokens"
-        if note:
-            self._console.print(note, soft_wrap=True)
-        print(summary(ended), flush=True)
+        lines = ["", note, summary(ended)] if note else ["", summary(ended)]
+        self._console.print("\n".join(lines), soft_wrap=True, markup=False)
 
 
 async def _answer(state: ServerState, messages: list[dict[str, Any]], parts: list[str], screen: Screen) -> None:

@@ -59,8 +59,10 @@ def test_thoughts_that_did_not_end_by_themselves_are_one_line(capsys, chunks, co
     measured = Timings(thinking_tokens=5, control_tokens=control)
     screen.end(Ended(index=0, reason=reason, tokens=9, completion_tokens=9, timings=measured), limit)
     found = capsys.readouterr()
-    assert found.err.splitlines()[-1:] == ([note] if note else [])
-    assert found.out.startswith("\n\nTTFT 0 ms | ")
+    *_, before, took = found.err.splitlines()
+    assert before == (note or "")
+    assert took.startswith("TTFT 0 ms | ")
+    assert found.out == "\n"
 
 
 def test_an_answer_without_thoughts_is_shown_as_it_is(capsys):

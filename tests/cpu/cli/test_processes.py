@@ -118,8 +118,8 @@ def test_what_the_engine_refuses_ends_the_program(environment: dict[str, str]) -
 def test_one_answer_in_the_terminal(environment: dict[str, str]) -> None:
     ask = ["chat", "tiny", *SMALL, "--no-thinking", "--greedy", "--prompt", "Count from 1 to 9."]
     done = subprocess.run([*LONGLANE, *ask], capture_output=True, text=True, env=environment, timeout=120, check=True)
-    assert done.stdout.startswith("1, 2, 3, 4, 5, 6, 7, 8, 9\n")
-    last = done.stdout.splitlines()[-1]
+    assert done.stdout == "1, 2, 3, 4, 5, 6, 7, 8, 9\n"
+    last = done.stderr.splitlines()[-1]
     assert re.fullmatch(
         r"TTFT \d+ ms \| prefill [\d.]+ t/s \(\d+ tokens\) \| decode [\d.]+ t/s \(\d+ tokens\) .*", last
     )
@@ -129,8 +129,9 @@ def test_thoughts_that_are_cut_and_bytes_that_are_no_text_end_no_conversation(en
     command = [*LONGLANE, "chat", "tiny", *SMALL, "--greedy", "--default-thinking-budget", "2", "--hide-thinking"]
     asked = b"Count from 1 to 9.\n\xff\xfe?\n"
     done = subprocess.run(command, input=asked, capture_output=True, env=environment, timeout=120, check=True)
-    assert done.stdout.count(b"TTFT") == 2
-    told = [line for line in done.stderr.decode().splitlines() if not line.endswith(" ...")]
+    said = [line for line in done.stderr.decode().splitlines() if line and not line.endswith(" ...")]
+    told = [line for line in said if not line.startswith("TTFT ")]
+    assert len(said) == len(told) + 2
     assert told == ["longlane: --default-thinking-budget ended the thoughts after 2 tokens"] * 2
 
 
@@ -182,5 +183,4 @@ def test_a_conversation_goes_on_after_a_stopped_answer_and_a_question_too_long(e
         finally:
             chat.kill()
     assert "> 1, 2, 3, 4, 5, 6, 7, 8, 9\n" in out
-    assert out.count("TTFT") == 1
     assert chat.returncode == 0
