@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longlane.kernels.linear.cuts import KEPT, SPLIT, parts, side_by_side
+from longlane.kernels.linear.cuts import COLUMNS_KEPT, SPLIT, parts, side_by_side
 from longlane.kernels.linear.tiles import BLOCK, COLUMNS, PAD_BLOCKS, PAD_ROWS, ROWS, Tiles
 
 KIND, ROW_BLOCKS = st.sampled_from(sorted(BLOCK)), st.integers(1, 1200).map(lambda n: n * PAD_ROWS // ROWS)
@@ -20,7 +20,7 @@ def tiles(kind: str, row_blocks: int, blocks: int, *, paired: bool = False) -> T
 @given(
     shapes=st.lists(st.tuples(KIND, ROW_BLOCKS, st.booleans()), min_size=1, max_size=3),
     blocks=st.integers(1, 40).map(lambda n: n * PAD_BLOCKS),
-    kept=st.sampled_from(KEPT),
+    kept=st.sampled_from(COLUMNS_KEPT),
 )
 def test_cuts_are_whole_and_fit(shared: int, shapes: list[tuple[str, int, bool]], blocks: int, kept: int) -> None:
     matrices = [tiles(kind, rows, blocks, paired=paired) for kind, rows, paired in shapes]

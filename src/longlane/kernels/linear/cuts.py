@@ -8,7 +8,7 @@ from longlane.kernels.linear.tiles import BLOCK, COLUMNS, Tiles
 # Warps that share the blocks of a row: a constant, because it fixes the bits of every column.
 SPLIT = 4
 # Columns of x that a program may keep in shared memory: as few as there are leave more of it to weights on their way.
-KEPT = (1, 4, 8, 16, 32)
+COLUMNS_KEPT = (1, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ def parts(tiles: Tiles) -> int:
 
 
 def plan(tiles: Tiles, kept: int, shared_bytes: int) -> Plan:
-    """The fastest cut of an H200 (`bench/results/log.md`) for columns of KEPT, made smaller until it fits the shared
-    memory of a program. No cut changes the bits."""
+    """The fastest cut of an H200 (`bench/results/log.md`) for `kept` of COLUMNS_KEPT, made smaller until it fits the
+    shared memory of a program. No cut changes the bits."""
     cut = _fastest(tiles, kept)
 
     def need(cut: Plan) -> int:

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longlane.kernels.launch import DeviceProperties
 from longlane.kernels.linear import tiles as tiles_of
-from longlane.kernels.linear.cuts import KEPT, SPLIT, Plan, parts, side_by_side
+from longlane.kernels.linear.cuts import COLUMNS_KEPT, SPLIT, Plan, parts, side_by_side
 from longlane.kernels.linear.fragments import BLOCK, entry, unpacked
 from longlane.kernels.linear.layouts import join_layout, out_layout
 from longlane.kernels.linear.stages import FLAT, SWAPPED, copy_blocks, copy_columns, read_blocks, read_columns, stage_of
@@ -192,18 +192,18 @@ def _product(
     first_column = gl.program_id(1) * n
     x += first_column * x_stride
     columns -= first_column
-    row_blocks = blocks
+    row_length = blocks
     blocks = blocks // PARTS
     part = program % PARTS
     program = program // PARTS
     x += part * blocks * 64
     out += part * part_stride
-    data += (program.to(gl.int64) * R * row_blocks + part * blocks) * SIZE
+    data += (program.to(gl.int64) * R * row_length + part * blocks) * SIZE
     if PDL:
         gdc_launch_dependents()
     for step in gl.static_range(STAGES - 1):
         if step * B < blocks:
-            copy_blocks(stage_of(buffers, step), data + step * B * SIZE, row_blocks, KIND, CUT)
+            copy_blocks(stage_of(buffers, step), data + step * B * SIZE, row_length, KIND, CUT)
     if PDL:
         # Weights never change: they are on their way before the kernel that makes x has ended.
         gdc_wait()
@@ -218,7 +218,7 @@ def _product(
         values = read_columns(right.index(step % STAGES), n, CUT)
         ahead = step + STAGES - 1
         if ahead * B < blocks:
-            copy_blocks(stage_of(buffers, ahead % STAGES), data + ahead * B * SIZE, row_blocks, KIND, CUT)
+            copy_blocks(stage_of(buffers, ahead % STAGES), data + ahead * B * SIZE, row_length, KIND, CUT)
             copy_columns(right.index(ahead % STAGES), x, x_stride, ahead * B * 64, columns, CUT)
         async_copy.commit_group()
         total = _accumulate(total, first, second, scale, values, KIND, J, mma)
@@ -258,7 +258,7 @@ def stream(
     """outs[i] [M, N or N / 2], bfloat16 or float32, = x [M, K] times matrices[i], all in one launch: small matrices run
     beside large ones instead of after them. Where programs share a row (`cuts.parts`), outs[i] is [parts, M, N], and
     its sum the product. x has rows of whole blocks, 32-byte aligned."""
-    kept = KEPT[bisect_left(KEPT, min(len(x), KEPT[-1]))]
+    kept = COLUMNS_KEPT[bisect_left(COLUMNS_KEPT, min(len(x), COLUMNS_KEPT[-1]))]
     n = max(kept, 8)
     cuts = cuts or side_by_side(matrices, kept, card.shared_bytes)
     launches = []
