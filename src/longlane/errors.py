@@ -19,13 +19,25 @@ class LonglaneError(Exception):
         self.param = param
 
 
-class ArtifactError(LonglaneError):
+def printable(text: str) -> str:
+    """One line, whatever a file put into its names."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+class FileError(LonglaneError):
+    """Of a foreign file. Its message is one printable line, which may quote what the file says."""
+
+    def __init__(self, message: str, *, code: str | None = None, status: int | None = None, param: str | None = None):
+        super().__init__(printable(message), code=code, status=status, param=param)
+
+
+class ArtifactError(FileError):
     """An artifact file that cannot be read: names the file, the object and the cure."""
 
     code = "invalid_artifact"
 
 
-class CheckpointError(LonglaneError):
+class CheckpointError(FileError):
     """A Hugging Face directory or GGUF file that cannot be loaded or converted."""
 
     code = "invalid_checkpoint"

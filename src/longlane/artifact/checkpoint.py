@@ -16,6 +16,7 @@ from longlane.artifact.container import Artifact, Entry, Part
 from longlane.artifact.draft_head import DraftHead
 from longlane.artifact.formats import concat_rows, slice_rows
 from longlane.artifact.gguf import GgufModel
+from longlane.artifact.gguf_file import GgufFile
 from longlane.artifact.huggingface import Checkpoint
 from longlane.artifact.recipe import Item, Parts
 from longlane.artifact.report import GGUF_RECIPE, HF_RECIPE
@@ -102,7 +103,7 @@ def count_bytes(sizes: dict[str, int], told: Told) -> Iterator[str]:
 
 def open_gguf(path: Path) -> Model:
     """A GGUF file of the llama family."""
-    source = GgufModel(path)
+    source = GgufModel(GgufFile(path))
     return Model(path.stem, GGUF_RECIPE, {"text": source.config}, source.items(), source.resources, [], [path])
 
 

@@ -40,8 +40,8 @@ class _Region(NamedTuple):
     data: Bytes
 
 
-def _map(path: Path) -> Bytes:
-    """The whole file as a read-only array. The mapping lives as long as any array on it."""
+def map_file(path: Path) -> Bytes:
+    """The whole file as a read-only array. The mapping lives as long as any array on it. Raises ArtifactError."""
     try:
         with path.open("rb") as file:
             if path.stat().st_size == 0:
@@ -85,7 +85,7 @@ class Artifact:
         path = Path(path)
         if path.exists() and not path.is_file():
             fail(path, "is a directory or device, not an artifact", "name the .ninfer file in it")
-        data = _map(path)
+        data = map_file(path)
         header = _read_header(path, data)
         size = HEADER_BYTES[header.version]
         directory = parse(path, header.version, data[size : size + header.json_bytes].tobytes())
@@ -181,7 +181,7 @@ def is_artifact(path: Path) -> bool:
     """Whether `path` is a file that starts as an artifact does, of whatever version."""
     if not path.is_file():
         return False
-    return _map(path)[: len(MAGIC)].tobytes() == MAGIC
+    return map_file(path)[: len(MAGIC)].tobytes() == MAGIC
 
 
 def _read_header(path: Path, data: Bytes) -> Header:
@@ -209,7 +209,7 @@ def _map_parts(path: Path, artifact_id: bytes, entry_payload: int, files: list[F
         part = path.with_name(file.path)
         if not part.is_file():
             fail(path, f"part {file.path!r} is not beside it", "a split artifact needs all its files in one directory")
-        data = _map(part)
+        data = map_file(part)
         if data[:32].tobytes() != pack_part_header(index, artifact_id):
             own = "belongs to another artifact" if data[:8].tobytes() == PART_MAGIC else "is no part of an artifact"
             fail(part, f"{own} (expected part {index} of {path.name})", "fetch all files of the set again")

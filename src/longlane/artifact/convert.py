@@ -15,7 +15,6 @@ from longlane.artifact.checkpoint import Model, open_directory, open_gguf
 from longlane.artifact.container import ArtifactWriter, Component, Entry, Proposal
 from longlane.artifact.draft_head import DraftHead
 from longlane.artifact.formats import to_bytes
-from longlane.artifact.framing import describe
 from longlane.artifact.geometry import DFLASH2, GEOMETRIES, VISION
 from longlane.artifact.inventory import DRAFT_ROWS
 from longlane.artifact.schema import RESOURCES
@@ -93,7 +92,6 @@ def _open(source: Path, options: Options) -> Model:
             f"pass --name with one of {', '.join(IDENTITIES)} if it is that model, or --container v3"
         )
     if source.is_file():
-        _check_gguf(source)
         return open_gguf(source)
     v2 = options.container == "v2"
     model = open_directory(
@@ -106,17 +104,6 @@ def _open(source: Path, options: Options) -> Model:
     if v2 and (reasons := list(_differences(model, name, options.draft_head))):
         raise CheckpointError(f"{source}: {reasons[0]}, so this is no whole {name} as container v2 holds it; use v3")
     return model
-
-
-def _check_gguf(source: Path) -> None:
-    try:
-        with source.open("rb") as file:
-            head = file.read(64)
-    except OSError as error:
-        raise CheckpointError(f"{source} cannot be read ({error.strerror}); check its permissions") from None
-    if not head.startswith(b"GGUF"):
-        kind, cure = describe(head) or ("an artifact", "its weights cannot be encoded again")
-        raise CheckpointError(f"{source} is {kind}; {cure}")
 
 
 def _differences(model: Model, name: str, draft_head: DraftHead | None) -> Iterator[str]:

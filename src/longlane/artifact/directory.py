@@ -39,10 +39,9 @@ _Root = TypeVar("_Root", Root1, Root2, Root3)
 
 
 def fail(path: Path, problem: str, fix: str = DAMAGED) -> NoReturn:
-    """Raise one printable line, whatever a file put into its names."""
+    """Raise one short line, however long the file's names are."""
     shown = problem if len(problem) <= LONGEST else f"{problem[:LONGEST]}..."
-    line = f"{path}: {shown}; {fix}"
-    raise ArtifactError("".join(char if char.isprintable() else repr(char)[1:-1] for char in line))
+    raise ArtifactError(f"{path}: {shown}; {fix}")
 
 
 def parse(path: Path, version: int, text: bytes) -> Directory:

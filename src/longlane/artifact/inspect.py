@@ -119,26 +119,27 @@ def summarize_gguf(path: Path) -> Summary:
     Its `problems` are what converting it would say. Raises:
         CheckpointError: it is not a whole GGUF file.
     """
-    from longlane.artifact.gguf import GgufModel, Reader
+    from longlane.artifact.gguf import GgufModel
+    from longlane.artifact.gguf_file import GgufFile
 
-    reader = Reader(path)
-    formats = _formats((tensor.tensor_type.name, int(tensor.n_bytes)) for tensor in reader.tensors)
+    file = GgufFile(path)
+    formats = _formats((tensor.type.name, tensor.data.nbytes) for tensor in file.tensors.values())
     resources: dict[str, bytes] = {}
     found = []
     try:
-        model = GgufModel(path, reader)
+        model = GgufModel(file)
         resources = model.resources
         model.items()
     except CheckpointError as error:
         found.append(error.message)
     return Summary(
         path=str(path),
-        kind=f"GGUF file, version {reader.value('GGUF.version')}",
+        kind=f"GGUF file, version {file.version}",
         files=1,
         file_bytes=path.stat().st_size,
-        name=reader.value("general.name"),
-        architecture=reader.value("general.architecture"),
-        tensors=len(reader.tensors),
+        name=file.text("general.name"),
+        architecture=file.text("general.architecture"),
+        tensors=len(file.tensors),
         tensor_bytes=sum(row.bytes for row in formats),
         formats=formats,
         resources={file: len(resources[role]) for role, file in RESOURCES.items() if role in resources},

@@ -107,8 +107,11 @@ class Tokenizer:
         """The bytes a token adds to the answer; none for a special token or an id beyond the vocabulary."""
         if token_id in self._control_bytes:
             return self._control_bytes[token_id]
-        token = self._plain.id_to_token(token_id)
-        return bytes(BYTE_OF_CHAR[char] for char in token) if token else b""
+        token = self._plain.id_to_token(token_id) or ""
+        if BYTE_OF_CHAR.keys() >= set(token):
+            return bytes(BYTE_OF_CHAR[char] for char in token)
+        # No text becomes such a token, but a model may draw it: fillers of a vocabulary have names of this kind.
+        return token.encode()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a whole sequence; bytes that are no UTF-8 become U+FFFD."""

@@ -58,6 +58,16 @@ def test_bytes_of_tokens() -> None:
     assert tokenizer.decode([0xF0, 0x9F, 0x8C, 0x8D, 258]) == "🌍hell"
 
 
+@pytest.mark.parametrize("filler", ["<unused 7>", "né e", "日本"])
+def test_a_token_that_no_text_becomes_is_shown_as_the_reference_shows_it(filler: str) -> None:
+    spec = json.loads(definition())
+    id = len(spec["model"]["vocab"])
+    spec["added_tokens"] = []
+    spec["model"]["vocab"] = {token: at for at, token in enumerate(spec["model"]["vocab"])} | {filler: id}
+    raw = json.dumps(spec)
+    assert Tokenizer(raw.encode()).decode([id]) == tokenizers.Tokenizer.from_str(raw).decode([id]) == filler
+
+
 def test_a_bos_token_goes_before_raw_prompts_only_where_the_tokenizer_asks_for_it() -> None:
     with_bos = Tokenizer(definition(), {"add_bos_token": True, "bos_token": {"content": "<|im_start|>"}})
     assert with_bos.encode_prompt("he") == [259, 256]
