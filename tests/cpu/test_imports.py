@@ -31,7 +31,7 @@ ALLOWED = {
 NARROW = {
     ("simulate", "engine"): {"scheduler", "admission", "flags"},
     ("simulate", "spec"): {"policy"},
-    ("text", "artifact"): {"container", "resources"},
+    ("text", "artifact"): {"side_files"},
     ("api", "artifact"): {"container", "resources", "locate"},
     ("api", "engine"): {"client", "supervisor"},
 }

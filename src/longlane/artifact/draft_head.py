@@ -1,15 +1,15 @@
 """The reduced output head that drafts are proposed with: which rows of the full head it keeps."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from longlane.artifact.inventory import draft_rows
+from longlane.artifact.side_files import AGAIN, TokenId, json_object, tokenizer_file
 from longlane.errors import CheckpointError
 
 Counts = NDArray[np.int64]
@@ -26,13 +26,7 @@ class DraftHead:
 
     def token_ids(self, vocab_size: int, resources: dict[str, bytes]) -> NDArray[np.int32]:
         """Ids to keep, most frequent first, ties by id. Every special token is among them. Raises CheckpointError."""
-        try:
-            addressable, special = _tokens(resources)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"tokenizer.json and tokenizer_config.json do not list their tokens in a known way ({error!r}); "
-                "fetch them from where the weights came from, or convert without a draft head"
-            ) from None
+        addressable, special = _tokens(resources)
         if addressable > vocab_size:
             raise CheckpointError(
                 f"tokenizer.json has {addressable} tokens, the model {vocab_size}; fetch both from one place"
@@ -77,15 +71,27 @@ def choose(counts: Counts, rows: int, forced: set[int]) -> NDArray[np.int32]:
     return kept[np.argsort(-counts[kept], kind="stable")].astype(np.int32)
 
 
+class _Marked(msgspec.Struct, frozen=True):
+    special: bool = False
+
+
+class _TokenizerConfig(msgspec.Struct, frozen=True):
+    added_tokens_decoder: dict[TokenId, _Marked] | None = None
+
+
 def _tokens(resources: dict[str, bytes]) -> tuple[int, set[int]]:
     """One more than the highest id that text can become (rows of the matrix above it are padding), special ids."""
-    tokenizer: dict[str, Any] = json.loads(resources["tokenizer"])
-    added = {int(token["id"]): bool(token.get("special")) for token in tokenizer["added_tokens"]}
-    addressable = 1 + max([*map(int, tokenizer["model"]["vocab"].values()), *added])
-    listed = json.loads(resources.get("tokenizer_config", b"{}")).get("added_tokens_decoder")
-    if isinstance(listed, dict):
-        added = {int(id): bool(token.get("special")) for id, token in listed.items()}
-    special = {id for id, marked in added.items() if marked}
-    if any(not 0 <= id < addressable for id in special):
-        raise ValueError(f"special ids {sorted(special)} of {addressable} tokens")
-    return addressable, special
+    file, _ = tokenizer_file(resources["tokenizer"], "tokenizer.json")
+    special = {token.id for token in file.added_tokens or [] if token.special}
+    settings = json_object(resources.get("tokenizer_config", b"{}"), "tokenizer_config.json")
+    try:
+        listed = msgspec.convert(settings, _TokenizerConfig, str_keys=True).added_tokens_decoder
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"tokenizer_config.json lists no tokens ({error}); {AGAIN}") from None
+    if listed is not None:
+        special = {id for id, token in listed.items() if token.special}
+    if max(special, default=0) >= file.tokens:
+        raise CheckpointError(
+            f"tokenizer_config.json names special token {max(special)} of {file.tokens}; fetch both from one place"
+        )
+    return file.tokens, special

@@ -41,15 +41,19 @@ def describe(head: bytes) -> tuple[str, str] | None:
         return f"artifact of container version {head[7]}; this build reads 1, 2 and 3", "upgrade Longlane"
     if head.startswith(b"NINPRT\0"):
         return "a continuation part of a split artifact", "open the entry file, the name without '.part-NNNN'"
-    for magic, kind, fix in _KNOWN:
-        if head.startswith(magic):
-            return kind, fix
+    if known := describe_stranger(head):
+        return known
     if len(head) > 8 and head[8:9] == b"{":
         return "a safetensors file", "pass the directory it is in, with its config.json"
     return (
         "no artifact (wrong magic number)",
         "name an artifact (it starts with NINFER), a Hugging Face directory or a GGUF file",
     )
+
+
+def describe_stranger(head: bytes) -> tuple[str, str] | None:
+    """As `describe`, of files that hold no weights this build reads."""
+    return next(((kind, fix) for magic, kind, fix in _KNOWN if head.startswith(magic)), None)
 
 
 _KNOWN = (

@@ -1,22 +1,33 @@
 """Hugging Face checkpoints: a configuration, side files, and tensors that are read a few rows at a time."""
 
-import json
+import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, BinaryIO, NoReturn
 
+import msgspec
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from longlane.artifact.framing import describe_stranger
+from longlane.artifact.side_files import json_object
 from longlane.artifact.text_config import read_json
 from longlane.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SIDE_FILES = (".json", ".jinja")
+# Of the header of a file, as the format has it.
+MOST_HEADER_BYTES = 100_000_000
+Count = Annotated[int, msgspec.Meta(ge=0)]
 SOURCE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: list[Count]
+    data_offsets: tuple[Count, Count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +107,10 @@ def _open_tensors(path: Path) -> dict[str, TensorInfo]:
     for name in sorted(set(listed.values())):
         if Path(name).name != name:
             raise CheckpointError(f"{path / INDEX} names {name}, which is outside the directory; correct the index")
-        if not (path / name).exists():
+        if not os.path.exists(path / name):  # unlike `Path.exists` never an error, whatever the name
             count = sum(file == name for file in listed.values())
             raise CheckpointError(
-                f"{path / name} is missing: the index puts {count} tensors there; fetch that shard again"
+                f"{path / name} is missing, and the index puts tensors there ({count}); fetch that shard again"
             )
         found = _headers(path / name)
         wanted = {tensor for tensor, file in listed.items() if file == name}
@@ -127,17 +138,45 @@ def _without_index(path: Path) -> dict[str, TensorInfo]:
 
 
 def _headers(file: Path) -> dict[str, TensorInfo]:
+    """What a safetensors file holds: its tensors lie one after the other, from the header to the end of the file."""
     try:
-        # Opened once by the library, which checks every range against the file.
-        with safe_open(file, "pt"):
-            pass
         with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header: dict[str, Any] = json.loads(opened.read(length))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is not a whole safetensors file ({error}); fetch that file again") from None
-    header.pop("__metadata__", None)
+            start, stored = _header(file, opened)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}); check the path and its permissions") from None
+    end, size = 0, file.stat().st_size - start
+    for name, entry in sorted(stored.items(), key=lambda item: item[1].data_offsets):
+        first, last = entry.data_offsets
+        known = SOURCE_DTYPES.get(entry.dtype)
+        if first != end or last < first or (known and last - first != prod(entry.shape) * known.itemsize):
+            _damaged(file, f"tensor {name} is said to lie at bytes {first:,} to {last:,}, which is not its place")
+        end = last
+        if end > size:
+            _damaged(file, f"tensor {name} ends {end - size:,} bytes after the file")
+    if end < size:
+        _damaged(file, f"{size - end:,} bytes at its end belong to no tensor")
     return {
-        name: TensorInfo(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-        for name, entry in header.items()
+        name: TensorInfo(file, entry.dtype, tuple(entry.shape), start + entry.data_offsets[0])
+        for name, entry in stored.items()
     }
+
+
+def _header(file: Path, opened: BinaryIO) -> tuple[int, dict[str, _Stored]]:
+    """Where the data begins, and what is said of it."""
+    size, head = file.stat().st_size, opened.read(64)
+    if stranger := describe_stranger(head):
+        raise CheckpointError(f"{file} is {stranger[0]}; {stranger[1]}")
+    length = int.from_bytes(head[:8], "little")
+    if len(head) < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+        _damaged(file, f"its header of {length:,} bytes does not fit into a file of {size:,}")
+    opened.seek(8)
+    header = json_object(opened.read(length), f"{file}: its header")
+    header.pop("__metadata__", None)
+    try:
+        return 8 + length, msgspec.convert(header, dict[str, _Stored])
+    except msgspec.ValidationError as error:
+        _damaged(file, f"its header lists no tensors ({error})")
+
+
+def _damaged(file: Path, problem: str) -> NoReturn:
+    raise CheckpointError(f"{file} is not a whole safetensors file: {problem}; fetch that file again")

@@ -9,6 +9,7 @@ import msgspec
 
 from longlane.artifact.container import Artifact
 from longlane.artifact.schema import RESOURCES
+from longlane.artifact.side_files import json_object
 from longlane.artifact.text_config import read_json, text_config
 from longlane.errors import CheckpointError
 
@@ -43,15 +44,17 @@ class Resources:
 
     def files(self) -> dict[str, bytes]:
         """Every side file there is, by role."""
-        return {role: data for role in RESOURCES if (data := self.get(role))}
+        return {role: data for role in RESOURCES if (data := self.get(role)) is not None}
 
     def _embedded_template(self) -> bytes | None:
+        name = self.path / RESOURCES["tokenizer_config"]
+        if (data := self._read("tokenizer_config")) is None:
+            return None
+        value = json_object(data, name)
         try:
-            settings = msgspec.json.decode(self._read("tokenizer_config") or b"{}", type=_TokenizerConfig)
-        except msgspec.MsgspecError as error:
-            raise CheckpointError(
-                f"{self.path}: its {RESOURCES['tokenizer_config']} is damaged ({error}); fetch it again"
-            ) from None
+            settings = msgspec.convert(value, _TokenizerConfig)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"{name} has no usable chat template ({error}); fetch the file again") from None
         template = settings.chat_template
         if isinstance(template, list):
             template = next((named.template for named in template if named.name == "default"), None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longlane.artifact.huggingface import Checkpoint
+from longlane.artifact.text_config import MOST, MOST_REPEATED, is_count
 from longlane.errors import CheckpointError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -73,9 +74,10 @@ def mtp_shapes(config: dict[str, Any], stacked_experts: bool) -> Shapes:
 def vision_shapes(config: dict[str, Any], path: Path) -> Shapes:
     """`config` is the `vision_config` of the checkpoint in `path`."""
     for key in VISION_KEYS:
-        if not _is_count(size := config.get(key)):
+        most = MOST_REPEATED if key == "depth" else MOST
+        if not is_count(size := config.get(key), most):
             raise CheckpointError(
-                f"{path / 'config.json'}: {key} of vision_config is {size!r}, not a positive number; "
+                f"{path / 'config.json'}: {key} of vision_config is {size!r}, not a number from 1 to {most}; "
                 "use the config.json this checkpoint was saved with"
             )
     hidden, inter, prefix = config["hidden_size"], config["intermediate_size"], "model.visual."
@@ -143,7 +145,7 @@ def _check_drafter(config: dict[str, Any], target: dict[str, Any], path: Path) -
         counts += [len(draft["target_layer_ids"]), *(draft.get(key) for key in DFLASH_KEYS)]
     else:
         counts.append(None)
-    if not all(map(_is_count, counts)):
+    if not (all(map(is_count, counts)) and is_count(config["num_hidden_layers"], MOST_REPEATED)):
         raise CheckpointError(f"{path / 'config.json'} is not that of a DFlash2 drafter; pass its directory, unchanged")
     for key in ("hidden_size", "vocab_size"):
         if config[key] != target[key]:
@@ -151,10 +153,6 @@ def _check_drafter(config: dict[str, Any], target: dict[str, Any], path: Path) -
                 f"{path / 'config.json'}: {key} {config[key]} does not fit the target's {target[key]}; "
                 "use the drafter that was trained for this model"
             )
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
 
 
 def check(checkpoint: Checkpoint, expected: Shapes, tied: bool = False) -> None:

@@ -1,10 +1,10 @@
 """`config.json` of a checkpoint: every spelling of the family turned into one. Torch-free."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from longlane.artifact.side_files import json_object
 from longlane.errors import CheckpointError
 
 LLAMA = "LlamaForCausalLM"
@@ -36,23 +36,21 @@ SIZES = (
 DENSE_SIZES = ("intermediate_size",)
 MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 LAYER_TYPES = ("linear_attention", "full_attention")
+# Above any model there is. The bounds keep a damaged digit from being counted up to.
+MOST, MOST_REPEATED = 1 << 24, 1 << 12
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """One JSON object. Raises CheckpointError."""
     try:
-        value = json.loads(file.read_bytes())
+        data = file.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(
             f"{file} is missing; a checkpoint directory holds config.json, tokenizer.json and *.safetensors files"
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{file} is not JSON ({error}); fetch the file again") from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}; check the path and its permissions") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds a JSON {type(value).__name__}, not an object; fetch the file again")
-    return value
+    return json_object(data, file)
 
 
 def text_config(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
@@ -108,12 +106,10 @@ def _architecture(config: Mapping[str, Any], text: Mapping[str, Any], source: Pa
 
 
 def _layer_types(text: Mapping[str, Any], source: Path) -> list[str]:
-    layers = text.get("num_hidden_layers")
-    if not isinstance(layers, int) or layers < 1:
-        raise CheckpointError(f"{source / 'config.json'}: num_hidden_layers is {layers!r}, not a positive number")
-    interval = text.get("full_attention_interval", 4)
-    if not isinstance(interval, int) or interval < 1:
-        raise CheckpointError(f"{source / 'config.json'}: full_attention_interval is {interval!r}, not positive")
+    layers, interval = (
+        _repeated(text.get(key, default), key, source)
+        for key, default in (("num_hidden_layers", None), ("full_attention_interval", 4))
+    )
     types = text.get("layer_types") or [LAYER_TYPES[(i + 1) % interval == 0] for i in range(layers)]
     if not isinstance(types, list) or len(types) != layers:
         raise CheckpointError(
@@ -124,6 +120,15 @@ def _layer_types(text: Mapping[str, Any], source: Path) -> list[str]:
             f"{source / 'config.json'}: layer type {unknown[0]} is unknown; this build runs {' and '.join(LAYER_TYPES)}"
         )
     return list(types)
+
+
+def _repeated(value: Any, key: str, source: Path) -> int:
+    if not is_count(value, MOST_REPEATED):
+        raise CheckpointError(
+            f"{source / 'config.json'}: {key} is {value!r}, not a number from 1 to {MOST_REPEATED}; "
+            "use the config.json this checkpoint was saved with"
+        )
+    return int(value)
 
 
 def _mtp_layers(text: Mapping[str, Any], source: Path) -> int:
@@ -140,9 +145,14 @@ def _check_sizes(text: dict[str, Any], source: Path) -> None:
     if not moe:
         text.pop("num_experts", None)
     for key in (*SIZES, *(MOE_SIZES if moe else DENSE_SIZES)):
-        size = text.get(key)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if key.startswith("num_experts"):
+            _repeated(text.get(key), key, source)
+        elif not is_count(size := text.get(key)):
             raise CheckpointError(
-                f"{source / 'config.json'}: {key} is {size!r}, not a positive number; "
+                f"{source / 'config.json'}: {key} is {size!r}, not a number from 1 to {MOST}; "
                 "use the config.json this checkpoint was saved with"
             )
+
+
+def is_count(value: Any, most: int = MOST) -> bool:
+    return type(value) is int and 0 < value <= most

@@ -33,7 +33,7 @@ def open_session(
         path = resolve(engine.model)
         resources = open_resources(path)
         check_model_flags(engine, resources.config, path)
-        frontend = Frontend.load(resources.get, resources.config, _template(server))
+        frontend = Frontend.load(resources.get, resources.config, _template(server), path)
     check_thinking(server, frontend)
     model_id = server.model_id or engine.model
     engine = replace(engine, model=str(path))

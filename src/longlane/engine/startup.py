@@ -1,6 +1,5 @@
 """From a configuration to an engine that is ready to serve: device, model, memory plan, caches."""
 
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 from longlane.artifact.identity import weights_identity
 from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
+from longlane.artifact.side_files import tokenizer_file
 from longlane.config import EngineConfig
 from longlane.engine.flags import can_be_captured, check_flags, concurrent
 from longlane.engine.loop import Engine
@@ -27,7 +27,7 @@ from longlane.engine.planning import (
 )
 from longlane.engine.runner import Runner
 from longlane.engine.steps import Limits
-from longlane.errors import CheckpointError, ConfigError, EngineError
+from longlane.errors import ConfigError, EngineError
 from longlane.layers.batch import Caches, new_caches
 from longlane.memory.arena import Arena
 from longlane.memory.disk import Disk, fingerprint
@@ -153,12 +153,7 @@ def known_tokens(path: Path, rows: int) -> int:
     definition = open_resources(path).get("tokenizer")
     if definition is None:
         return rows
-    try:
-        spec = json.loads(definition)
-        ids = [*spec["model"]["vocab"].values(), *(token["id"] for token in spec.get("added_tokens") or [])]
-        return min(rows, 1 + int(max(ids)))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: its tokenizer.json is not a tokenizer definition ({error!r})") from None
+    return min(rows, tokenizer_file(definition, path / "tokenizer.json")[0].tokens)
 
 
 def new_memory(config: EngineConfig, path: Path, spec: CacheSpec, plan: MemoryPlan, caches: Caches) -> Memory:

@@ -1,10 +1,11 @@
 """The text half of a model: its tokenizer, chat template, stop tokens and preferred sampling."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from longlane.artifact.side_files import json_object
 from longlane.errors import CheckpointError, RequestError
 from longlane.text.control import Shield
 from longlane.text.template import ChatTemplate, Message
@@ -25,25 +26,33 @@ class Frontend:
 
     @classmethod
     def load(
-        cls, get: Callable[[str], bytes | None], config: Mapping[str, Any], template: str | None = None
+        cls,
+        get: Callable[[str], bytes | None],
+        config: Mapping[str, Any],
+        template: str | None = None,
+        source: Path = Path(),
     ) -> "Frontend":
-        """From the resources of a model (`get(role)`) and its config; `template` replaces the model's own.
+        """From the resources of a model (`get(role)`) and its config; `template` replaces the model's own. `source` is
+        what the model was read from, for errors.
 
         Raises `CheckpointError` when the tokenizer is missing or a resource cannot be read.
         """
         definition = get("tokenizer")
         if definition is None:
-            raise CheckpointError("the model has no tokenizer (tokenizer.json); convert it again with one")
-        tokenizer_config = _json(get("tokenizer_config"), "tokenizer_config.json")
-        generation = _json(get("generation_config"), "generation_config.json")
-        tokenizer = Tokenizer(definition, tokenizer_config)
-        source = template or _decoded(get("chat_template"))
+            raise CheckpointError(
+                f"{source / 'tokenizer.json'} is missing; fetch it, or convert the model again with it"
+            )
+        tokenizer_config, generation = (
+            _settings(get(role), source / f"{role}.json") for role in ("tokenizer_config", "generation_config")
+        )
+        tokenizer = Tokenizer(definition, tokenizer_config, source)
+        text = template or _decoded(get("chat_template"), source)
         return cls(
             tokenizer=tokenizer,
             shield=Shield(tokenizer.control_tokens),
-            template=ChatTemplate(source, tokenizer.special_strings) if source else None,
+            template=ChatTemplate(text, tokenizer.special_strings) if text else None,
             generation=generation,
-            stop_ids=_stop_ids(tokenizer, generation, config),
+            stop_ids=_stop_ids(tokenizer, generation, config, source),
         )
 
     def encode_chat(
@@ -84,26 +93,27 @@ class Frontend:
             raise RequestError(message, code="context_length_exceeded", param=param)
 
 
-def _json(data: bytes | None, name: str) -> dict[str, Any]:
-    if data is None:
-        return {}
-    try:
-        value = json.loads(data)
-    except ValueError as error:
-        raise CheckpointError(f"{name}: not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{name}: expected an object, got {type(value).__name__}")
-    return value
+def _settings(data: bytes | None, name: Path) -> dict[str, Any]:
+    return {} if data is None else json_object(data, name)
 
 
-def _decoded(template: bytes | None) -> str | None:
+def _decoded(template: bytes | None, source: Path) -> str | None:
     try:
         return None if template is None else template.decode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"chat template: not UTF-8 ({error})") from None
+        raise CheckpointError(
+            f"{source}: byte {error.start} of its chat template is not UTF-8; fetch it again, or give --chat-template"
+        ) from None
 
 
-def _stop_ids(tokenizer: Tokenizer, generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
+def _stop_ids(
+    tokenizer: Tokenizer, generation: Mapping[str, Any], config: Mapping[str, Any], source: Path
+) -> tuple[int, ...]:
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.id_of(tokenizer.special_strings.get("eos_token", ""))}
-    return tuple(sorted(token for token in ids if isinstance(token, int)))
+    listed = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(type(id) is int and id >= 0 for id in listed):
+        raise CheckpointError(
+            f"{source}: eos_token_id is {eos!r}, no token ids; fetch its generation_config.json again"
+        )
+    own = tokenizer.id_of(tokenizer.special_strings.get("eos_token", ""))
+    return tuple(sorted({*listed, *([] if own is None else [own])}))

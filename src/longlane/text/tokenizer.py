@@ -7,11 +7,13 @@ the control tokens a template writes are looked up here, one by one.
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
+from longlane.artifact.side_files import AGAIN, AddedToken, tokenizer_file
 from longlane.errors import CheckpointError
 
 
@@ -28,38 +30,43 @@ BYTE_OF_CHAR = _byte_of_char()
 
 
 class Tokenizer:
-    """`definition` is a tokenizer.json, `config` the parsed tokenizer_config.json.
+    """`definition` is a tokenizer.json, `config` the parsed tokenizer_config.json; `source` held both, for errors.
 
     A control token is any added token, whether or not it is flagged special; a special one has no text.
     Raises `CheckpointError` for a definition that cannot be read or is not byte-level.
     """
 
-    def __init__(self, definition: bytes, config: Mapping[str, Any] | None = None) -> None:
-        config = config or {}
-        spec = _parse(definition)
-        added = spec.get("added_tokens") or []
-        self._control_bytes = {t["id"]: b"" if t["special"] else t["content"].encode() for t in added}
-        self._added: dict[str, dict[str, Any]] = {t["content"]: t for t in added}
-        self._plain = _load_plain(spec)
-        self.vocab_size = max([self._plain.get_vocab_size(), *(t["id"] + 1 for t in added)])
+    def __init__(self, definition: bytes, config: Mapping[str, Any] | None = None, source: Path = Path()) -> None:
+        config, name = config or {}, source / "tokenizer.json"
+        file, spec = tokenizer_file(definition, name)
+        if file.model.type != "BPE" or not _is_byte_level(spec.get("decoder")):
+            raise CheckpointError(
+                f"{name}: only byte-level BPE tokenizers are supported (model BPE, decoder ByteLevel); "
+                "use a model of the families in the README"
+            )
+        added = file.added_tokens or []
+        self._control_bytes = {t.id: b"" if t.special else t.content.encode() for t in added}
+        self._added: dict[str, AddedToken] = {t.content: t for t in added}
+        self._plain = _load_plain(spec, name)
+        self.vocab_size = max([self._plain.get_vocab_size(), *(t.id + 1 for t in added)])
         self.special_strings = {
-            name: text
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (text := _content(config, name))
+            role: text
+            for role in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if (text := _content(config, role, source / "tokenizer_config.json"))
         }
         self._prefix_ids = self._find_prefix(bool(config.get("add_bos_token")))
         self._control = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or r"(?!)")
-        self._check_plain()
+        self._check_plain(name)
 
     @property
     def control_tokens(self) -> Mapping[str, int]:
         """Spelling to id of every control token."""
-        return {text: token["id"] for text, token in self._added.items()}
+        return {text: token.id for text, token in self._added.items()}
 
     def id_of(self, text: str) -> int | None:
         """The id of a control token by its spelling."""
         token = self._added.get(text)
-        return None if token is None else int(token["id"])
+        return None if token is None else token.id
 
     def encode_text(self, text: str) -> list[int]:
         """Plain text: no spelling in it is special."""
@@ -78,10 +85,10 @@ class Tokenizer:
         for match in self._control.finditer(text):
             token = self._added[match[0]]
             before = text[start : match.start()]
-            pieces.append(before.rstrip() if token["lstrip"] else before)
-            control.append(token["id"])
+            pieces.append(before.rstrip() if token.lstrip else before)
+            control.append(token.id)
             start = match.end()
-            if token["rstrip"]:
+            if token.rstrip:
                 start += len(text[start:]) - len(text[start:].lstrip())
         pieces.append(text[start:])
         encoded = self._plain.encode_batch_fast([p.replace(mark, "") for p in pieces], add_special_tokens=False)
@@ -122,38 +129,37 @@ class Tokenizer:
         bos = self.id_of(self.special_strings.get("bos_token", ""))
         return ids or ([bos] if add_bos and bos is not None else [])
 
-    def _check_plain(self) -> None:
+    def _check_plain(self, name: Path) -> None:
         for text in self._added:
             if not self._control_bytes.keys().isdisjoint(self.encode_text(text)):
                 raise CheckpointError(
-                    f"tokenizer.json: the text {text!r} encodes to a control token even as plain text, so a message "
+                    f"{name}: the text {text!r} encodes to a control token even as plain text, so a message "
                     "could forge it; remove it from model.vocab or from the merges"
                 )
 
 
-def _parse(definition: bytes) -> dict[str, Any]:
-    try:
-        spec = json.loads(definition)
-        if spec["model"]["type"] != "BPE" or not _is_byte_level(spec.get("decoder") or {}):
-            raise CheckpointError("tokenizer.json: only byte-level BPE tokenizers are supported (decoder ByteLevel)")
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"tokenizer.json: not a tokenizer definition ({error})") from None
-    assert isinstance(spec, dict)
-    return spec
+def _is_byte_level(decoder: Any) -> bool:
+    """A decoder of its own, or one in a sequence."""
+    if not isinstance(decoder, dict):
+        return False
+    inner = decoder.get("decoders")
+    decoders = [decoder, *(inner if isinstance(inner, list) else [])]
+    return any(isinstance(one, dict) and one.get("type") == "ByteLevel" for one in decoders)
 
 
-def _is_byte_level(decoder: Mapping[str, Any]) -> bool:
-    return decoder.get("type") == "ByteLevel" or any(map(_is_byte_level, decoder.get("decoders", [])))
-
-
-def _load_plain(spec: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def _load_plain(spec: Mapping[str, Any], name: Path) -> tokenizers.Tokenizer:
     plain = {**spec, "added_tokens": [], "truncation": None, "padding": None}
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(plain))
     except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"tokenizer.json: {error}") from None
+        raise CheckpointError(
+            f"{name} is no definition that the tokenizer's library loads ({error}); {AGAIN}"
+        ) from None
 
 
-def _content(config: Mapping[str, Any], name: str) -> str | None:
-    value = config.get(name)
-    return value.get("content") if isinstance(value, dict) else value
+def _content(config: Mapping[str, Any], role: str, name: Path) -> str | None:
+    value = config.get(role)
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str | None):
+        raise CheckpointError(f"{name}: {role} is {text!r}, not a token; {AGAIN}")
+    return text

@@ -151,7 +151,7 @@ CASES: dict[str, tuple[Breakage, str, str]] = {
         "model.safetensors",
         "dtype F8_E4M3",
     ),
-    "shard missing": (lambda p: (p / OTHER).unlink(), OTHER, "is missing: the index puts"),
+    "shard missing": (lambda p: (p / OTHER).unlink(), OTHER, "is missing, and the index puts"),
     "shard cut": (cut(SHARD), SHARD, "not a whole safetensors file"),
     "index and files disagree": (move_in_index, SHARD, "model.not_there.weight is only in the index"),
     "index not JSON": (cut(INDEX), INDEX, "is not JSON"),
@@ -202,7 +202,11 @@ CASES: dict[str, tuple[Breakage, str, str]] = {
         "config.json",
         "out_hidden_size 32 of vision_config is not the text model's hidden_size 64",
     ),
-    "tokenizer of another kind": (edit_tokenizer(model={"vocab": []}), "tokenizer.json", "do not list their tokens"),
+    "tokenizer of another kind": (
+        edit_tokenizer(model={"vocab": []}),
+        "tokenizer.json",
+        "is not a tokenizer definition",
+    ),
     "tokenizer of another model": (
         edit_tokenizer(added_tokens=[{"id": 999, "content": "<x>", "special": True}]),
         "tokenizer.json",
