@@ -14,7 +14,8 @@ TINY = Path(__file__).parents[3] / "assets" / "tiny-hybrid"
 
 
 def resolve(name: str) -> Path:
-    """The artifact file or Hugging Face directory behind `name`; a GGUF file is converted once, into the cache.
+    """The artifact file or Hugging Face directory behind `name`; a GGUF file is converted once, whatever its name and
+    place, into the cache.
 
     Raises CheckpointError.
     """
@@ -60,15 +61,17 @@ def _demo_source() -> Path:
 def _converted(source: Path) -> Path:
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    target = cache_dir() / "models" / f"{source.stem}-{digest[:16]}-{GGUF_RECIPE}.ninfer"
+    models, made_of = cache_dir() / "models", f"{digest[:16]}-{GGUF_RECIPE}.ninfer"
+    # Its bytes are what counts: the name before them, for whoever looks into the folder, is that of the first copy.
+    target = min(models.glob(f"*-{made_of}"), default=models / f"{source.stem}-{made_of}")
     if not target.exists():
         from longlane.artifact.convert import Options, convert
 
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            models.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"{target.parent} cannot be made ({error.strerror}); set LONGLANE_CACHE to a directory you can write to"
+                f"{models} cannot be made ({error.strerror}); set LONGLANE_CACHE to a directory you can write to"
             ) from None
         convert(source, target, Options(force=True))
     return target

@@ -1,5 +1,6 @@
 """From a name to a model."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from longlane.artifact import locate
 from longlane.artifact.container import Artifact
 from longlane.artifact.resources import open_resources
 from longlane.errors import CheckpointError, ConfigError
+from support.gguf_files import random_arrays, write_gguf
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +40,33 @@ def test_demo_is_converted_once(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(conversion, "convert", refuse)
     assert locate.resolve("demo") == path
+
+
+def test_a_copy_or_a_new_name_costs_no_second_conversion(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, copy, moved = tmp_path / "a.gguf", tmp_path / "b-1.gguf", tmp_path / "elsewhere" / "a.gguf"
+    write_gguf(first, random_arrays(), {})
+    converted: list[Path] = []
+    convert = conversion.convert
+    monkeypatch.setattr(conversion, "convert", lambda source, *more: (converted.append(source), convert(source, *more)))
+    made = locate.resolve(str(first))
+    copy.write_bytes(first.read_bytes())
+    moved.parent.mkdir()
+    first.rename(moved)
+    assert [locate.resolve(str(path)) for path in (copy, moved)] == [made, made]
+    assert converted == [first]
+    # As many bytes, the same time, other weights.
+    changed = bytearray(moved.read_bytes())
+    changed[-6] ^= 1
+    times = moved.stat()
+    moved.write_bytes(changed)
+    os.utime(moved, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other = locate.resolve(str(moved))
+    assert other != made
+    assert converted == [first, moved]
+    last = "text/layers/1/mlp/down"
+    assert Artifact.open(other).read(last).tobytes() != Artifact.open(made).read(last).tobytes()
 
 
 def test_a_cache_that_cannot_be_written_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
