@@ -44,14 +44,20 @@ def test_broken_columns_end_and_leave_the_others_alone(bad: float) -> None:
     assert got[[0, 1, 2, 4, 5, 6, 7]].tolist() == want[[0, 1, 2, 4, 5, 6, 7]].tolist()
 
 
-def test_greedy_takes_the_lowest_of_equal_logits_and_shows_nan() -> None:
-    logits = torch.zeros(3, VOCAB, device="cuda")
-    logits[0, [77_777, 5, 248_000]] = 3.0
-    logits[1, 100_001] = torch.nan
-    ids, peaks = greedy(logits)
-    assert ids.tolist() == [5, 100_001, 0]
-    assert peaks[0] == 3
-    assert peaks[1].isnan()
+@pytest.mark.parametrize("rows", [1, 8, 33])
+def test_greedy_takes_the_lowest_of_equal_logits_and_shows_nan(rows: int) -> None:
+    wide = torch.full((rows, VOCAB + 256), 1e9, device="cuda")
+    logits = wide[:, :VOCAB].copy_(torch.randn(rows, VOCAB, device="cuda").bfloat16())
+    logits[0, [77_777, 5, VOCAB - 1]] = 30.0
+    if rows > 4:
+        for row, at in enumerate((0, VOCAB - 1, 100_001), start=1):
+            logits[row, at], logits[row, 7] = torch.nan, torch.inf
+        logits[4] = -torch.inf
+    ids, peaks = torch.full((2, rows), -1.0, dtype=torch.float64, device="cuda")
+    greedy(logits, ids, peaks)
+    want = logits.cpu().nan_to_num(nan=torch.inf, posinf=1e30).argmax(1)
+    assert ids.tolist() == want.tolist()
+    assert torch.equal(peaks.cpu().nan_to_num(1e9), logits.cpu()[range(rows), want].double().nan_to_num(1e9))
 
 
 def test_decisions_of_the_card_are_those_of_the_cpu() -> None:

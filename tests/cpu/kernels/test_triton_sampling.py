@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longlane.kernels import sampling
+from longlane.kernels.sampling import cpu
 from support.draws import check_draws, parameters
 from support.interpreter import interpreted
 
@@ -90,3 +91,51 @@ def test_the_cpu_route_draws_rows_as_the_oracle(seed, size, drawn, greedy):
     sampled = numbers[1] > 0
     assert ids[~sampled].tolist() == logits[~sampled].argmax(1).tolist()
     assert check_draws(ids[sampled], logits[sampled], numbers[:, sampled]) == 0
+
+
+def lowest_best(row: list[float]) -> int:
+    """The plain sentence: NaN before all, then the largest, the lowest id of equal ones."""
+    return min(range(len(row)), key=lambda i: (row[i] == row[i], -row[i] if row[i] == row[i] else 0, i))
+
+
+BROKEN = {
+    "nan first": [(0, torch.nan)],
+    "nan last": [(-1, torch.nan)],
+    "two nan in the middle, the first negative": [(31, -torch.nan), (33, torch.nan)],
+    "nan beats infinity": [(5, torch.inf), (40, torch.nan)],
+    "two infinities": [(64, torch.inf), (9, torch.inf)],
+    "negative infinity alone": [(slice(None), -torch.inf)],
+    "all but the last masked": [(slice(0, -1), -torch.inf)],
+    "both zeros": [(slice(None), -1.0), (50, -0.0), (60, 0.0)],
+    "equal negatives": [(slice(None), -2.0), (11, -1.5), (69, -1.5)],
+}
+
+
+@pytest.mark.parametrize("route", ["cpu", "triton"])
+@pytest.mark.parametrize("block", [32, 2048])
+def test_the_best_of_broken_rows(route, block, monkeypatch):
+    monkeypatch.setattr(triton, "_BLOCK", block)
+    logits = ragged_logits(7, len(BROKEN), 70, 5000, 4.0, 0)
+    for row, values in zip(logits, BROKEN.values(), strict=True):
+        for at, value in values:
+            row[at] = value
+    ids, peaks = torch.full((2, len(BROKEN)), -5, dtype=torch.float64)
+    (cpu if route == "cpu" else triton).greedy(logits, ids, peaks)
+    want = [lowest_best(row) for row in logits.tolist()]
+    assert ids.tolist() == want
+    torch.testing.assert_close(peaks, logits[range(len(want)), want].double(), rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    size=st.sampled_from([1, 2, 63, 65, 600, 2047, 4097]),
+    columns=st.integers(1, 5),
+    steps=st.sampled_from([1, 5000]),
+)
+def test_the_best_of_odd_vocabularies(seed, size, columns, steps):
+    logits = ragged_logits(seed, columns, size, steps, 4.0, 3)
+    ids, peaks = torch.full((columns,), -1), torch.full((columns,), torch.nan)
+    triton.greedy(logits, ids, peaks)
+    assert ids.tolist() == [lowest_best(row) for row in logits.tolist()]
+    assert peaks.tolist() == logits.amax(1).tolist()

@@ -10,11 +10,15 @@ from longlane.kernels.sampling.cpu import best
 __all__ = ["best", "draw_rows", "greedy"]
 
 
-def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+def greedy(logits: Tensor, ids: Tensor | None = None, peaks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """logits [C, V] -> ids [C] int64 of the largest of each row, the lowest of equal ones, and these logits [C] (NaN
-    where a row has one). Both stay on the device."""
-    ids = logits.argmax(dim=1)
-    return ids, logits.gather(1, ids[:, None])[:, 0]
+    where a row has one). Both stay on the device, where they are given in `ids` and `peaks`, of any dtype that holds
+    them."""
+    ids = logits.new_empty(len(logits), dtype=torch.int64) if ids is None else ids
+    peaks = logits.new_empty(len(logits)) if peaks is None else peaks
+    kernels = cpu if logits.dtype == torch.float64 else route("sampling", logits)
+    kernels.greedy(logits, ids, peaks)
+    return ids, peaks
 
 
 def draw_rows(logits: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,13 @@ def best(logits: Tensor, count: int) -> Tensor:
     return ids[torch.sort(logits[ids], descending=True, stable=True).indices[:count]]
 
 
+def greedy(logits: Tensor, ids: Tensor, peaks: Tensor) -> None:
+    """The largest of each row of [C, V] logits and its id, the lowest of equal ones, into peaks and ids [C]."""
+    best = logits.argmax(dim=1)
+    ids.copy_(best)
+    peaks.copy_(logits.gather(1, best[:, None])[:, 0])
+
+
 def draw_columns(logits: Tensor, peaks: Tensor, parameters: Tensor) -> Tensor:
     """[C, V] logits, their largest, the parameters [5, C] of `draw_rows` -> ids [C]; 0 where nothing is to be drawn."""
     ids = [

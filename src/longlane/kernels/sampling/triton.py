@@ -16,6 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from longlane.kernels.launch import properties
 
 # 64 logits below the best one in steps of 1/64; all that lies farther shares the last bin.
 BINS = 4096
@@ -47,6 +50,36 @@ def _rank(x, token):
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return (ordered << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def _block_ranks(logits, ranks, stride, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """ranks [columns, blocks]: of the largest logit of each block. NaN is larger than all, whatever its sign."""
+    column = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(logits + column * stride + i, mask=i < V, other=-float("inf")).to(tl.float32)
+    is_nan = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) > 0x7F800000
+    rank = tl.where(is_nan, 0x7FFFFFFF00000000 | (0x7FFFFFFF - i).to(tl.int64), _rank(x, i))
+    # Masked tokens come after those of the same rank.
+    tl.store(ranks + column * tl.num_programs(0) + tl.program_id(0), tl.max(rank))
+
+
+@triton.jit
+def _join_ranks(logits, ranks, ids, peaks, stride, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    """The best token of each column, and its logit."""
+    column = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    rank = tl.load(ranks + column * blocks + block, mask=block < blocks, other=-0x7FFFFFFFFFFFFFFF)
+    token = 0x7FFFFFFF - (tl.max(rank) & 0x7FFFFFFF)
+    peak = tl.load(logits + column * stride + token)
+    tl.store(ids + column, token.to(ids.dtype.element_ty))
+    tl.store(peaks + column, peak.to(peaks.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["columns"])
@@ -196,6 +229,23 @@ def _select(
     target = tl.minimum((u * kept.to(tl.float64)).to(tl.int64), kept - 1) + 1
     rank, _ = _end(logits, order, counts, masses, target, peak, temperature, min_p, False, SHIFT, BINS, TILE)
     tl.store(out + column, 0x7FFFFFFF - (rank & 0x7FFFFFFF))
+
+
+def greedy(logits: Tensor, ids: Tensor, peaks: Tensor) -> None:
+    """The largest of each row of logits [C, V], at most float32, and its id into peaks and ids [C]."""
+    columns, size = logits.shape
+    assert logits.stride(1) == 1, logits.stride()
+    assert ids.stride() == peaks.stride() == (1,), (ids.stride(), peaks.stride())
+    assert ids.shape == peaks.shape == (columns,), (ids.shape, peaks.shape)
+    blocks, pdl = triton.cdiv(size, _BLOCK), properties(logits).dependent_launch
+    ranks = torch.empty(columns, blocks, dtype=torch.int64, device=logits.device)
+    _block_ranks[(blocks, columns)](
+        logits, ranks, logits.stride(0), size, BLOCK=_BLOCK, PDL=pdl, launch_pdl=pdl,
+    )  # fmt: skip
+    _join_ranks[(columns,)](
+        logits, ranks, ids, peaks, logits.stride(0), blocks, BLOCKS=triton.next_power_of_2(blocks),
+        PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def draw_columns(logits: Tensor, peaks: Tensor, parameters: Tensor) -> Tensor:
