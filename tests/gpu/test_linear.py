@@ -41,6 +41,14 @@ def test_linear(name: str, shape: tuple[int, int]) -> None:
         check(torch.randn(columns, shape[1] + 8, device="cuda").bfloat16()[:, : shape[1]], tiles, dense)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows(name: str, dtype: torch.dtype) -> None:
+    weight = packed(name, 1000, 5120)
+    ids = torch.randint(1000, (33,), device="cuda")
+    assert torch.equal(triton.gather(weight, ids, dtype), naive.dequantize(weight)[ids].to(dtype))
+
+
 def test_dense() -> None:
     weight = torch.randn(96, 5120, device="cuda").bfloat16()
     for columns in (1, 17, 40):

@@ -161,7 +161,11 @@ def rows(prepared: Prepared, ids: Tensor) -> Tensor:
     if prepared.tiles is not None:
         return _rows_of_tiles(prepared.tiles, ids.reshape(-1)).reshape(*ids.shape, prepared.shape[1])
     assert prepared.packed is not None
-    taken = _dequantize(prepared.packed.take(ids.reshape(-1)), prepared.dtype)
+    flat = ids.reshape(-1)
+    if ids.is_cuda and prepared.dtype != torch.float64:
+        taken: Tensor = _gpu().gather(prepared.packed, flat, prepared.dtype)
+    else:
+        taken = _dequantize(prepared.packed.take(flat), prepared.dtype)
     return taken.reshape(*ids.shape, prepared.shape[1])
 
 

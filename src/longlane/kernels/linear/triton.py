@@ -11,10 +11,11 @@ from longlane.kernels.launch import properties
 from longlane.kernels.linear import gluon
 from longlane.kernels.linear.cuts import parts
 from longlane.kernels.linear.expand import expand
+from longlane.kernels.linear.gather import gather
 from longlane.kernels.linear.tiles import COLUMNS, Tiles
 from longlane.kernels.norm_rope.triton import swiglu
 
-__all__ = ["STREAMED", "expand", "linear", "linear_in_parts", "linear_many", "stream", "stream_many"]
+__all__ = ["STREAMED", "expand", "gather", "linear", "linear_in_parts", "linear_many", "stream", "stream_many"]
 
 STREAMED = 32
 
