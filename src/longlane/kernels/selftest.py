@@ -8,11 +8,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from longlane.kernels import attention, chain, gdn, kv_codec, linear, norm_rope, sampling
+from longlane.kernels import attention, chain, gdn, kv_codec, layout, linear, norm_rope, sampling
 from longlane.kernels.attention import naive as naive_attention
 from longlane.kernels.chain import Gated, Norm, Product
 from longlane.kernels.chain import naive as naive_chain
 from longlane.kernels.gdn import naive as naive_gdn
+from longlane.kernels.layout import cpu as plain_layout
 from longlane.kernels.linear import naive as naive_linear
 from longlane.kernels.norm_rope import naive as naive_norm
 from longlane.kernels.ragged import Ragged, ragged
@@ -76,6 +77,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], P
         "swiglu": partial(_swiglu, device, dtype),
         "sigmoid_gate": partial(_sigmoid_gate, device, dtype),
         "qk_norm_rope": partial(_rotation, device, dtype),
+        "begin": partial(_begin, device),
+        "angles": partial(_angles, device),
         "greedy": partial(_greedy, device),
         "draw_rows": partial(_draw_rows, device),
         "delta_rule, verify and fold": partial(_fold, device, dtype),
@@ -83,6 +86,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], P
     for format in PLANES:
         for tokens in (1, 3, 300):
             cases[f"linear {format}, {tokens} rows"] = partial(_linear, format, tokens, device, dtype)
+        cases[f"rows {format}"] = partial(_embedding, format, device, dtype)
     cases["linear of long rows and its norm"] = partial(_long_rows, device, dtype)
     for columns in (1, 5, 16):
         cases[f"chain of {columns} columns"] = partial(_chain, columns, device, dtype)
@@ -139,6 +143,34 @@ def _rotation(device: torch.device, dtype: torch.dtype) -> Pair:
     given = (q, k, angle.cos(), angle.sin(), *weights, EPS)
     got, want = norm_rope.qk_norm_rope(*given), naive_norm.qk_norm_rope(*given)
     return torch.cat(got, dim=1), torch.cat(want, dim=1)
+
+
+def _begin(device: torch.device) -> Pair:
+    """Two rows of three tokens and one of nobody's, the last column of the first a draft."""
+    block = torch.tensor([[62, 0, 190], [2, 0, 1], [1, 3, 3], [7, 0, 8], [9, 0, 10], [11, 0, 12]], dtype=torch.int32)
+    table, drafts = torch.arange(1, 13, dtype=torch.int32).view(3, 4), torch.arange(100, 109).view(3, 3)
+    results = []
+    for ops, place in ((layout, device), (plain_layout, torch.device("cpu"))):
+        contexts, slots, given, *tokens = block.to(place)
+        token_ids = torch.empty(9, dtype=torch.int64, device=place)
+        given_drafts = given, drafts.to(place)
+        made = ops.begin(contexts, slots, torch.stack(tokens, dim=1), table.to(place), token_ids, given_drafts)
+        results.append(torch.cat(made).cpu())
+    return results[0], results[1]
+
+
+def _angles(device: torch.device) -> Pair:
+    """Of the longest context's last positions, on three axes."""
+    positions, axis = 262_143 - torch.arange(15).view(3, 5), torch.arange(32) % 3
+    frequency = 1e7 ** -(torch.arange(32).double() / 32)
+    got = layout.angles(positions.to(device), frequency.to(device), axis.to(device), torch.float32)
+    return torch.cat(got).cpu(), torch.cat(plain_layout.angles(positions, frequency, axis, torch.float64))
+
+
+def _embedding(format: str, device: torch.device, dtype: torch.dtype) -> Pair:
+    weight, ids = _weight(format, 96, 512), torch.tensor([95, 0, 17])
+    prepared = linear.table(weight, device=device, dtype=dtype)
+    return linear.rows(prepared, ids.to(device)).cpu(), naive_linear.dequantize(weight)[ids]
 
 
 def _greedy(device: torch.device) -> Pair:

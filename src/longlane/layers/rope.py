@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from longlane.kernels.layout import angles
+
 
 class Rope:
     """positions [N] or [3, N] (time, height, width) -> cos, sin [N, rotary_dim / 2] in the dtype of sums.
@@ -23,6 +25,4 @@ class Rope:
             self.axis[axis : 3 * count : 3] = axis
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        positions = positions.T[:, self.axis] if positions.ndim == 2 else positions[:, None]
-        angle = positions * self.frequency
-        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
+        return angles(positions, self.frequency, self.axis, self.dtype)

@@ -16,7 +16,8 @@ from longlane.kernels.kv_codec import decode, triton as kv_codec
 from longlane.kernels.kv_codec.layout import CODE_BITS
 from longlane.kernels.kv_codec.pages import allocate
 from longlane.kernels.launch import DeviceProperties
-from longlane.kernels.linear import cuts, expand, gluon, tiles
+from longlane.kernels.layout import triton as layout
+from longlane.kernels.linear import GROUP, PackedWeight, cuts, expand, gather, gluon, tiles
 from longlane.kernels.norm_rope import triton as norm_rope
 from longlane.kernels.sampling import triton as sampling
 from support.compile_only import compiling
@@ -31,7 +32,8 @@ def zeros(*shape, dtype=bf16):
     return torch.zeros(shape, dtype=dtype)
 
 
-modules = [attention, chunks, convolution, decode, short_gdn, kv_codec, long, norm_rope, prepare, short]
+modules = [attention, chunks, convolution, decode, gather, short_gdn, kv_codec, layout, long, norm_rope, prepare]
+modules += [sampling, short]
 with compiling(card, modules) as compiled:
     for kind in ("q4", "q5", "q6", "q8", "bf16"):
         for n, k, paired in ((5120, 6144, False), (34816, 5120, True)):
@@ -75,7 +77,20 @@ with compiling(card, modules) as compiled:
         norm_rope.qk_norm_rope(zeros(n, 24, 256), zeros(n, 4, 256), angle, angle, weight, weight, 1e-6)
         norm_rope.swiglu(zeros(n, 512))
         norm_rope.sigmoid_gate(zeros(n, 512), zeros(n, 512))
-    sampling.draw_columns(zeros(3, 248320, dtype=torch.float32), torch.zeros(3), zeros(5, 3, dtype=torch.float64))
+    ids, frequency = zeros(6, dtype=torch.int64), zeros(32, dtype=torch.float64)
+    inputs, table = zeros(3, 3, dtype=torch.int32), zeros(3, 9, dtype=torch.int32)
+    for drafts in (None, (inputs[2], ids.view(3, 2))):
+        layout.begin(inputs[0], inputs[1], inputs[:2].T, table, ids, drafts)
+    layout.lay_out(inputs[0], table, 2)
+    layout.angles(ids, frequency, ids, torch.float32)
+    for base, high, minimum, name in ((32, 16, None, "q6_g64_fp16"), (16, 0, True, "q4_1_g32_fp16")):
+        low, scale = zeros(8, 4, base, dtype=torch.uint8), zeros(8, 4, dtype=torch.float16)
+        more = zeros(8, 4, high, dtype=torch.uint8) if high else None
+        weight = PackedWeight(name, (8, 4 * GROUP[name]), low, scale, more, minimum and scale)
+        gather.gather(weight, ids, bf16)
+    logits = zeros(3, 248320, dtype=torch.float32)
+    sampling.greedy(logits, ids[:3], zeros(3, dtype=torch.float64))
+    sampling.draw_columns(logits, torch.zeros(3), zeros(5, 3, dtype=torch.float64))
 for kernel in compiled:
     print(kernel.metadata.name, kernel.metadata.shared)
 """
