@@ -72,7 +72,11 @@ class StreamLane:
 
 
 class Chunks:
-    """One chunk at a time on the main stream, and one on `beside`, the lane for those that run at the same time."""
+    """One chunk at a time on the main stream, and one on `beside`, the lane for those that run at the same time.
+
+    part: a stream of the rest of the card. While another runs beside it, a chunk of the main stream runs there: on all
+    of the card its kernels would wait for multiprocessors that those of the other do not leave.
+    """
 
     def __init__(
         self, model: Model, caches: Caches, device: torch.device, drafter: MTPDrafter | None, table_pages: int
@@ -80,6 +84,8 @@ class Chunks:
         self._model, self._caches, self._drafter = model, caches, drafter
         self._device, self._table_pages = device, table_pages
         self.beside: Lane | None = None
+        self.part: torch.cuda.Stream | None = None
+        self._accompanied = False
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._logits: Tensor | None = None
 
@@ -90,8 +96,9 @@ class Chunks:
         if beside:
             assert self.beside is not None
             self.beside.submit(work)
+            self._accompanied = True
             return
-        self._logits = work()
+        self._logits = _on(self.part, work) if self.part and self._accompanied else work()
         if self._done:
             self._done.record()
 
@@ -110,6 +117,7 @@ class Chunks:
         """Until the chunk is computed: the logits [1, V] of its last token, where that one decides."""
         if beside:
             assert self.beside is not None
+            self._accompanied = False
             return self.beside.wait()
         if self._done:
             self._done.synchronize()
@@ -122,3 +130,13 @@ class Chunks:
         if self._drafter:
             self._drafter.observe(batch, hidden)
         return self._model.logits(hidden[-1:]) if decides else None
+
+
+def _on(stream: torch.cuda.Stream, work: Callable[[], Tensor | None]) -> Tensor | None:
+    """Run `work` on another stream, as if it were this one."""
+    main = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(main)
+    with torch.cuda.stream(stream):
+        result = work()
+    main.wait_stream(stream)
+    return result

@@ -20,10 +20,10 @@ from longlane.kernels.launch import device_properties
 DRIVER = 12050
 # The oldest cards whose parts were tried.
 CAPABILITY = (8, 0)
-# Multiprocessors by which parts differ: what a thread block cluster may span on the newest cards.
-STEP = 8
-# Of what a part does alone, what is left beside the other: both read the same memory.
-BESIDE = 0.93
+# Multiprocessors by which parts differ.
+STEP = 4
+# Of a round's speed alone on its part, what is left of it beside a chunk: both have the card's memory and its power.
+BESIDE = 0.8
 
 IN_TURN = "prefills take turns with decoding: %s"
 
@@ -60,7 +60,8 @@ def part(device: torch.device, floor: float, seconds: Callable[[Part | None], fl
     part, or on the whole card; it leaves nothing that was captured there.
     """
     total, whole = device_properties(_index(device)).sms, seconds(None)
-    sizes = range(STEP, int(total * (1 - (1 - floor) / BESIDE)) + 1, STEP)
+    # A chunk gets a larger share of its speed than of the card, which is bound by power when it has all of it.
+    sizes = range(STEP, int(total * floor) + 1, STEP)
 
     def enough(sms: int) -> bool:
         tried = split(device, sms)
@@ -84,7 +85,9 @@ def split(device: torch.device, sms: int) -> tuple[Part, Part]:
     with _bindings() as driver:
         handle = _call(driver.cuDeviceGet(_index(device)))
         whole = _call(driver.cuDeviceGetDevResource(handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
-        groups, _, rest = _call(driver.cuDevSmResourceSplitByCount(1, whole, 0, sms))
+        # Else parts of the newest cards are multiples of 8, for larger thread block clusters than products use.
+        fine = driver.CUdevSmResourceSplit_flags.CU_DEV_SM_RESOURCE_SPLIT_IGNORE_SM_COSCHEDULING
+        groups, _, rest = _call(driver.cuDevSmResourceSplitByCount(1, whole, int(fine), sms))
         return _part(driver, device, handle, groups[0]), _part(driver, device, handle, rest)
 
 

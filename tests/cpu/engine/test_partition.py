@@ -55,9 +55,8 @@ def tried(monkeypatch) -> list[int]:
 
 
 def bound_by_arithmetic(part: Part | None) -> float:
-    """As measured on an H200."""
-    measured = {32: 18.0e-3, 40: 15.4e-3, 48: 12.8e-3, 56: 11.3e-3, 64: 9.5e-3}
-    return 6.2e-3 if part is None else measured.get(part.sms, 20e-3 if part.sms < 32 else 9e-3)
+    """As measured on an H200 with 48, 52 and 56 multiprocessors: 10.33, 9.63 and 9.07 ms; a line through them."""
+    return 5.06e-3 if part is None else 5.06e-3 / min(1.0, 0.49 + 0.0085 * (part.sms - 48))
 
 
 def bound_by_memory(part: Part | None) -> float:
@@ -67,13 +66,12 @@ def bound_by_memory(part: Part | None) -> float:
 @pytest.mark.parametrize(
     ("floor", "seconds", "chosen"),
     [
-        (0.5, bound_by_arithmetic, 56),
+        (0.5, bound_by_arithmetic, 64),
         (0.5, bound_by_memory, 32),
-        (0.8, bound_by_memory, 48),
-        (0.05, bound_by_memory, None),
-        (0.3, bound_by_arithmetic, 32),
-        (0.6, bound_by_arithmetic, 64),
-        (0.7, bound_by_arithmetic, None),
+        (0.8, bound_by_memory, 52),
+        (0.02, bound_by_memory, None),
+        (0.3, bound_by_arithmetic, 36),
+        (0.6, bound_by_arithmetic, None),
         (0.95, bound_by_memory, None),
     ],
 )
@@ -101,7 +99,7 @@ def test_decoding_gets_the_fewest_that_keep_its_floor_if_a_prefill_gets_more_tha
     assert (decode.sms, prefill.sms) == (chosen, 132 - chosen)
     assert tried == [chosen]
     assert seconds(None) / seconds(decode) * BESIDE >= floor
-    assert prefill.sms / 132 * BESIDE >= 1 - floor
+    assert prefill.sms / 132 >= 1 - floor
 
 
 def not_found():
