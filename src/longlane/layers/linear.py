@@ -28,11 +28,11 @@ class Linear:
         """`independent` as in `layers.batch.Step`."""
         return linear_side_by_side(x, self.parts, independent=independent)
 
-    def wide(self, x: Tensor) -> Tensor:
-        """Independent products in the dtype of sums: float32, float64 for float64."""
-        if x.dtype in (torch.float32, torch.float64):
-            return self(x, independent=True)
-        out = x.new_empty(x.shape[0], self.width, dtype=torch.float32)
+    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Independent products in the dtype of sums: float32, float64 for float64. They are written to `out` where it
+        is given."""
+        if out is None and x.dtype not in (torch.float32, torch.float64):
+            out = x.new_empty(x.shape[0], self.width, dtype=torch.float32)
         return linear_side_by_side(x, self.parts, out, independent=True)
 
 

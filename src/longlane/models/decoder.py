@@ -49,9 +49,9 @@ class Decoder:
         return Output(value, None if step.advance else step.records)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] after the final norm -> [n, vocab] float32 (float64 in float64)."""
-        return self.head.wide(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden [n, H] after the final norm -> [n, vocab] float32 (float64 in float64), in `out` where it is given."""
+        return self.head.wide(hidden, out)
 
     @torch.inference_mode()
     def fold(self, batch: Batch, caches: Caches, records: Sequence[Record], accepted: Tensor) -> None:
@@ -62,5 +62,5 @@ class Decoder:
 
     def step(self, batch: Batch) -> Step:
         """What the layers share of a forward pass."""
-        cos, sin = self.rope(batch.positions)
-        return Step(batch.ragged(), cos, sin, advance=batch.kind != "verify", independent=batch.kind != "prefill")
+        rows, (cos, sin) = batch.ragged(), self.rope(batch.positions)
+        return Step(rows, cos, sin, advance=batch.kind != "verify", independent=batch.kind != "prefill")

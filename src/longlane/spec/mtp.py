@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from longlane.kernels.sampling import greedy
 from longlane.layers.batch import Batch, Caches
 from longlane.models.qwen3_5.mtp import carry_hidden, previous_hidden
 
@@ -60,7 +61,7 @@ class MTPDrafter:
         return torch.stack(drafts, dim=1)
 
     def _best(self, hidden: Tensor) -> Tensor:
-        best = self._head.logits(hidden, reduced=self._reduced).argmax(dim=1)
+        best, _ = greedy(self._head.logits(hidden, reduced=self._reduced))
         return self._head.draft_ids[best] if self._reduced and self._head.draft_ids is not None else best
 
 

@@ -65,8 +65,8 @@ class MTPHead:
 
     def _enter(self, batch: Batch, hidden_prev: Tensor) -> tuple[Step, Tensor, Tensor]:
         """The stream of the block, and its entry."""
-        cos, sin = self.rope(batch.positions)
-        step = Step(batch.ragged(), cos, sin, independent=batch.kind != "prefill")
+        rows, (cos, sin) = batch.ragged(), self.rope(batch.positions)
+        step = Step(rows, cos, sin, independent=batch.kind != "prefill")
         pairs = ((self.embedding(batch.token_ids), self.embedding_norm), (hidden_prev, self.hidden_norm))
         normed = [norm_rope.rms_norm(x, norm.weight, norm.eps) for x, norm in pairs]
         stream = self.input_projection(torch.cat(normed, dim=1), step.independent)
