@@ -6,8 +6,9 @@ the card waits.
 One engine a `--spec`, whose pages are filled with random codes: prompts but their last page are taken for computed.
 Random weights accept next to no draft, so with `mtp` acceptance is forced for the measurement, in the captured steps:
 the first two of three drafts always stand, 3.0 tokens a round. Idle is what a round takes beyond its graphs alone,
-replayed back to back. The floor is what a round must read at the read ceiling of the same run: weights, states (once
-read, once written), keys and values.
+replayed back to back: copies of inputs and answers, the launch that makes a round's inputs of the answer before it, and
+the host, where rounds are not launched behind each other. The floor is what a round must read at the read ceiling of
+the same run: weights, states (once read, once written), keys and values.
 """
 
 import argparse
@@ -85,30 +86,36 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 def measure(engine: Engine, lanes: int, context: int, rounds: int) -> dict[str, Any]:
     """Rounds with every lane decoding at `context`. card_s: of a round's graphs when nothing keeps the card waiting;
-    bare_s: when the host waits for each round and then launches the next, and does nothing else; graphs_s: of each."""
+    bare_s: when the host waits for each round and then launches the next, and does nothing else; graphs_s: of each;
+    behind: share of rounds that were launched behind another."""
     for lane in range(lanes):
         submit(engine, str(lane), random_prompt(context, lane), 4 * (rounds + 9), context - context % PAGE - PAGE)
     while engine.stats().prefilling:
         engine.step()
     for _ in range(5):
         engine.step()
+    behind: list[bool] = []
+    engine.on_step(lambda step: behind.append(step["behind"]))
     before, began = engine.stats().decode_tokens, time.perf_counter()
     for _ in range(rounds):
         engine.step()
     round_s = (time.perf_counter() - began) / rounds
     tokens = (engine.stats().decode_tokens - before) / rounds / lanes
+    engine.on_step(lambda step: None)
     timed = time_graphs(engine._runner.steps)
     for lane in range(lanes):
         engine.cancel(str(lane))
     while not engine.idle:
         engine.step()
-    return {"round_s": round_s, "tokens": tokens, **timed}
+    return {"round_s": round_s, "tokens": tokens, "behind": sum(behind) / len(behind), **timed}
 
 
 def time_graphs(steps: Steps, repeats: int = 30) -> dict[str, Any]:
     """The graphs of the last round: seconds a round when they are queued back to back, and when each is waited for."""
-    graphs, (_, rows, columns) = steps._graphs, steps._round
+    graphs, last = steps._graphs, steps._read
     assert graphs is not None
+    assert last is not None
+    rows, columns = last.rows, last.columns
     keys = [key for key in graphs._graphs if key in (("step", rows, columns), ("settle", rows, columns))]
     if columns > 1:
         keys.insert(0, ("propose", rows, columns - 1))
@@ -148,7 +155,6 @@ def forced_acceptance(drafts: int) -> Iterator[None]:
         count = rows * columns
         best, tokens = (flat[:count].view(rows, columns) for flat in (self._answer.device[0], self._tokens))
         best[:, :-1] = torch.where(torch.arange(columns - 1, device="cuda") < drafts, tokens[:, 1:], tokens[:, 1:] ^ 1)
-        self._answer.bring_back()
 
     with patch.object(Steps, "_step", forced):
         yield
@@ -171,7 +177,8 @@ def report(row: dict[str, Any]) -> None:
         f"lanes {row['lanes']} {row['spec']:4s} at {row['context']:6d} {row['kv_dtype']}: round {round_ms:7.3f} ms, "
         f"{row['tokens']:.2f} tokens a round and lane, {rate:6.1f} tok/s, floor {row['floor_s'] * 1e3:.3f} ms = "
         f"{row['floor_s'] / row['round_s']:.0%}; graphs alone {row['card_s'] * 1e3:7.3f} ms ({graphs}), waited for one "
-        f"by one {row['bare_s'] * 1e3:7.3f} ms, card idle {1 - row['card_s'] / row['round_s']:.1%}",
+        f"by one {row['bare_s'] * 1e3:7.3f} ms, card idle {1 - row['card_s'] / row['round_s']:.1%}, "
+        f"{row['behind']:.0%} launched behind another",
         flush=True,
     )
 

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 
+import msgspec
 import pytest
 import torch
 
@@ -109,6 +110,48 @@ def test_overlap_changes_no_token_of_a_request_that_ends():
     logs = [serve(load(replace(CONFIG, overlap=overlap)), asks, 1500) for overlap in (True, False)]
     assert logs[0].tokens == logs[1].tokens
     assert len(logs[0].finished) == len(asks)
+
+
+def requests_without_penalties(steps: int) -> list[tuple[int, Request]]:
+    changed = msgspec.structs.replace
+    return [
+        (at, changed(one, sampling=changed(one.sampling, presence_penalty=0.0), stop_ids=[]))
+        for at, one, _ in workload(4, steps)
+    ]
+
+
+@cache
+def plain_answers(graphs: bool, overlap: bool) -> tuple[dict, dict, list[bool]]:
+    """Without drafts: requests, then the same that a stop id ends half way, then what continues from there. Their
+    tokens, why they ended, and which rounds were launched behind another."""
+    config = replace(CONFIG, spec="off", draft_tokens=None, cuda_graph=graphs, overlap=overlap)
+    engine, behind = load(replace(config, concurrent_prefill=False)), []
+    engine.on_step(lambda step: behind.append(step["behind"]))
+    asks = requests_without_penalties(60)
+    free = serve(engine, [(at, one, 10**9) for at, one in asks], 700)
+    changed, never = msgspec.structs.replace, 10**9
+    stopped = [
+        changed(one, id=f"{one.id} stopped", stop_ids=[free.tokens[one.id][len(free.tokens[one.id]) // 2]])
+        for _, one in asks
+    ]
+    log = serve(engine, [(0, one, never) for one in stopped], 700)
+    more = [
+        changed(one, id=f"{one.id} again", token_ids=[*one.token_ids, *log.tokens.get(one.id, []), 5], max_tokens=20)
+        for one in stopped
+    ]
+    last = serve(engine, [(0, one, never) for one in more], 200)
+    ends = {id: end.reason for id, end in (free.finished | log.finished | last.finished).items()}
+    return free.tokens | log.tokens | last.tokens, ends, behind
+
+
+def test_rounds_that_run_ahead_change_no_token():
+    tokens, ends, behind = plain_answers(graphs=True, overlap=True)
+    assert sum(behind) > len(behind) / 2
+    assert {ends[id] for id in ends if id.endswith("stopped")} == {"stop"}
+    for graphs, overlap in ((True, False), (False, True)):
+        others = plain_answers(graphs=graphs, overlap=overlap)
+        assert others[:2] == (tokens, ends)
+        assert any(others[2]) == overlap
 
 
 def warmed(**changes: bool) -> Engine:

@@ -108,9 +108,9 @@ class HashModel:
         return token_ids.astype(np.int64), positions.astype(np.int64)
 
     def _past(self, caches: Caches, slot: int, context: int) -> Past:
-        assert slot > 0, "a state was read from the padding slot"
         if context == 0:
             return Past()
+        assert slot > 0, "a state was read from the padding slot"
         recent = tuple(int(value) for value in caches.conv[0][slot, :, 0])
         return Past(int(caches.state[0][slot, 0, 0, 0]), recent)
 

@@ -15,9 +15,10 @@ from longlane.sampling import ColumnParameters
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """token_ids to compute on top of what `lease` has in the cache. In a decode round, neural: drafts that the MTP head
-    is to make after them; parameters: what each column is drawn with, greedily where there are none; stops: the ids
-    that end the answer, None where only the host can tell which drafts stand, as with penalties."""
+    """token_ids to compute on top of what `lease` has in the cache. In a decode round, -1: what the round before draws;
+    neural: drafts that the MTP head is to make after them; parameters: what each column is drawn with, greedily where
+    there are none; stops: the ids that end the answer, None where only the host can tell which drafts stand, as with
+    penalties."""
 
     lease: Lease
     token_ids: Sequence[int]

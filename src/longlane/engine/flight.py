@@ -1,10 +1,11 @@
-"""What is on the device: a decode round, and beside it or in turn with it a chunk of a prompt."""
+"""What is on the device: a decode round and the next one behind it, or in turn with rounds or beside them a chunk."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from longlane.engine.batch import Row
+from longlane.engine.inputs import MAX_STOP_IDS
 from longlane.engine.job import Job
 from longlane.engine.runner import Runner
 from longlane.errors import EngineError
@@ -30,12 +31,19 @@ class DraftSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A decode round of all `jobs`, begun at a time of the engine's clock."""
+    """A decode round of all `jobs`. One whose lease is another than its row's has ended since, and has no part in it.
+    began: when the device turned to it, by the engine's clock."""
 
     jobs: Sequence[Job]
     rows: Sequence[Row]
     proposals: Sequence[Proposal]
     began: float
+
+    def seats(self) -> list[int]:
+        """Indices of those who have a part in it."""
+        return [
+            seat for seat, (job, row) in enumerate(zip(self.jobs, self.rows, strict=True)) if job.lease is row.lease
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +65,13 @@ class Outcome:
 
 
 class Flights:
-    """At most one round or chunk under way on the main stream, and one chunk beside it. Each is launched, and read when
-    its result is wanted."""
+    """At most one round or chunk under way on the main stream, behind a round the one after it, and one chunk beside
+    the main stream. Each is launched, and read when its result is wanted."""
 
     def __init__(self, runner: Runner, speculator: DraftSource | None) -> None:
         self._runner, self._speculator = runner, speculator
         self.round: Round | None = None
+        self.behind: Round | None = None
         self.chunk: Chunk | None = None
         self.beside: Chunk | None = None
 
@@ -97,7 +106,7 @@ class Flights:
     def hold(self, job: Job) -> bool:
         """Whether something that runs writes to what `job` holds."""
         chunks = [chunk.job for chunk in (self.chunk, self.beside) if chunk]
-        return job in chunks or (self.round is not None and job in self.round.jobs)
+        return job in chunks or any(job in round.jobs for round in (self.round, self.behind) if round)
 
     def launch_round(self, jobs: Sequence[Job], now: float) -> None:
         """Every job's last token and its drafts, verified together."""
@@ -105,6 +114,19 @@ class Flights:
         rows = [decode_row(job, proposal) for job, proposal in zip(jobs, proposals, strict=True)]
         self._runner.decode(rows, beside=self.beside is not None)
         self.round = Round(jobs, rows, proposals, now)
+
+    def launch_behind(self) -> None:
+        """The next round of the same jobs, whose pages have room for it, before the tokens of the one under way are
+        known."""
+        assert self.round is not None
+        jobs = self.round.jobs
+        rows = [row_behind(job) for job in jobs]
+        self._runner.decode_behind(rows)
+        self.behind = Round(jobs, rows, self.round.proposals, self.round.began)
+
+    def move_up(self, now: float) -> None:
+        """The round that was read is over, and the device turned to the one behind it."""
+        self.round, self.behind = self.behind and replace(self.behind, began=now), None
 
     def launch_chunk(self, job: Job, tokens: int, now: float, *, beside: bool) -> None:
         """The next `tokens` of a prompt, or less where a state is to be kept; `beside` the main stream, or on it."""
@@ -119,23 +141,27 @@ class Flights:
 
     def read_round(self) -> list[Outcome]:
         """Wait for the round, and start on what moves its states on."""
-        flight, self.round = self.round, None
+        flight = self.round
         assert flight is not None
-        jobs, answer = flight.jobs, self._runner.read()
-        drafts = [tokens[1 : 1 + len(own)] for tokens, own in zip(answer.tokens, flight.proposals, strict=True)]
-        states = [job.row for job in jobs]
-        decisions = decide_rows(answer.logits, drafts, states, starts=answer.starts, best=answer.best)
+        answer, seats = self._runner.read(), flight.seats()
+        if not seats:
+            return []
+        jobs, tokens = [flight.jobs[seat] for seat in seats], [answer.tokens[seat] for seat in seats]
+        starts = [answer.starts[seat] for seat in seats]
+        drafts = [run[1 : 1 + len(flight.proposals[seat])] for seat, run in zip(seats, tokens, strict=True)]
+        decisions = decide_rows(answer.logits, drafts, [job.row for job in jobs], starts=starts, best=answer.best)
         columns = [0 if isinstance(decision, EngineError) else decision.accepted + 1 for decision in decisions]
         # Before the commit: it may copy the slot, or exchange a page.
-        self._runner.settle(columns)
+        kept = dict(zip(seats, columns, strict=True))
+        self._runner.settle([kept.get(seat, 0) for seat in range(len(flight.jobs))])
         if self._speculator:
             lanes = [job.lane for job in jobs if job.lane is not None]
             self._speculator.judge(lanes, list(map(len, drafts)), columns)
         outcomes = []
-        for job, tokens, run, kept, decision in zip(jobs, answer.tokens, drafts, columns, decisions, strict=True):
+        for job, run, own, count, decision in zip(jobs, tokens, drafts, columns, decisions, strict=True):
             if isinstance(decision, Decision):
-                job.count_round(len(run), decision.accepted)
-            outcomes.append(Outcome(job, tokens[:kept], decision))
+                job.count_round(len(own), decision.accepted)
+            outcomes.append(Outcome(job, run[:count], decision))
         return outcomes
 
     def read_chunk(self, *, beside: bool) -> Outcome:
@@ -173,3 +199,21 @@ def decode_row(job: Job, proposal: Proposal) -> Row:
     columns = len(token_ids) + proposal.neural
     parameters = column_parameters(job.row, columns) if job.row.params.temperature else ()
     return Row(job.lease, token_ids, proposal.neural, parameters, job.row.sole_ends(columns))
+
+
+def may_follow(job: Job) -> bool:
+    """Whether the round after this one can be launched for `job` before the token of this one is known: it has
+    another token to come, logits alone decide both, what ends it sooner is known to the device, and nobody asks for
+    the logits, which the next round overwrites."""
+    ends = job.row.sole_ends(2)
+    known = ends is not None and len(ends) <= MAX_STOP_IDS
+    return known and job.row.remaining > 1 and job.request.top_logprobs is None
+
+
+def row_behind(job: Job) -> Row:
+    """Of the round after this one: what it draws with is known, the token that it takes is not."""
+    assert job.lease is not None
+    # They lie inside of prompts: a commit would copy a state that has moved on.
+    assert job.lease.length + 1 not in job.lease.stops
+    parameters = column_parameters(job.row, 2)[1:] if job.row.params.temperature else ()
+    return Row(job.lease, [-1], 0, parameters, job.row.sole_ends(2))

@@ -1,4 +1,4 @@
-"""What the host tells the device about a round: fixed buffers, whose copies are part of the round's graphs."""
+"""What the host tells the device about a round, in fixed buffers."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from longlane.engine.batch import Row
 from longlane.engine.mirror import Mirror
+from longlane.kernels.advance import advance
 
 # Ids that a row can name to end its answer, for the device to tell which drafts stand.
 MAX_STOP_IDS = 4
@@ -21,25 +22,25 @@ class Inputs:
     lanes. Columns past `given` take the MTP head's drafts; `own` is how many may stand, or -1 where the host will say
     how many do. Beside it the block table, sent where it changed, and the parameters of draws.
 
-    The properties are what a body reads on the device; it calls `send` before, or `send_parameters`.
+    The properties are what a body reads on the device.
     """
 
     def __init__(self, lanes: int, columns: int, pages: int, device: torch.device) -> None:
+        self._device = device
         self._block = Mirror((_TOKENS + columns, lanes), device)
         # A line of it turned on its side, for a row without a request.
         self._unused = [0] * _STOPS + [-1] * MAX_STOP_IDS + [0] * columns
         self._table = Mirror((lanes, pages), device)
-        # The pages that each line of the table holds.
+        # The pages that each line of the table on the device holds.
         self._known = [b""] * lanes
         # A row of `draw_rows`'s parameters after the other, as long as the round has columns.
         self._parameters = Mirror((5 * lanes * columns,), device, torch.float64)
-        self.send, self.send_parameters = self._block.send, self._parameters.send
-        # Of every row, on the host.
+        # Of every row, on the host. No route of a card looks at it, since a graph would not.
         self.context: tuple[int, ...] = ()
 
     def fill(self, live: Sequence[Row], rows: int, columns: int, *, own: bool) -> None:
-        """Write the inputs of a round of `rows` x `columns`, and send what changed of the block table. own: whether the
-        device is to find which columns stand."""
+        """Send the inputs of a round of `rows` x `columns`. own: whether the device is to find which columns stand."""
+        self._turn()
         unused = self._unused
         lines = [unused[: _TOKENS + columns]] * rows
         for place, row in enumerate(live):
@@ -51,26 +52,42 @@ class Inputs:
             ]  # fmt: skip
         self.context = tuple(line[_CONTEXT] for line in lines)
         self._block.host[: _TOKENS + columns, :rows] = np.array(lines, dtype=np.int32).T
+        self._block.send()
+        self._send_pages(live, rows)
+
+    def advance(self, live: Sequence[Row], rows: int, drawn: Tensor, peaks: Tensor) -> None:
+        """From the inputs of a round with one column to those of the next, by what it draws. The device alone knows
+        that, so they change there; `live` are the same rows, which may have more pages now. See `kernels.advance`."""
+        self._turn()
+        self._send_pages(live, rows)
+        block = self._block.device[:, :rows]
+        advance(block[_CONTEXT], block[_SLOT], block[_TOKENS], block[_STOPS:_TOKENS], drawn, peaks)
+        if self._device.type == "cpu":
+            self.context = tuple(block[_CONTEXT].tolist())
+
+    def _turn(self) -> None:
+        for mirror in (self._block, self._table, self._parameters):
+            mirror.turn()
+
+    def _send_pages(self, live: Sequence[Row], rows: int) -> None:
+        """The lines of the table that change; beyond a row's pages it points at page 0."""
         for place in range(rows):
             pages = live[place].lease.pages.tobytes() if place < len(live) else b""
             if pages != self._known[place]:
-                self._turn(place, pages)
-
-    def _turn(self, place: int, pages: bytes) -> None:
-        """The line of the table to other pages; beyond them it points at page 0."""
-        count, line = len(pages) // 4, self._table.host[place]
-        line[:count] = np.frombuffer(pages, dtype=np.int32)
-        line[count : len(self._known[place]) // 4] = 0
-        self._table.send(place)
-        self._known[place] = pages
+                count, line = len(pages) // 4, self._table.host[place]
+                line[:count] = np.frombuffer(pages, dtype=np.int32)
+                line[count:] = 0
+                self._table.send(place)
+                self._known[place] = pages
 
     def fill_parameters(self, live: Sequence[Row], rows: int, columns: int) -> None:
-        """Zeros are greedy."""
+        """Send those of a round's draws. Zeros are greedy."""
         parameters = self._parameters.host[: 5 * rows * columns].reshape(5, rows, columns)
         parameters[:] = 0
         for place, row in enumerate(live):
             if row.parameters:
                 parameters[:, place, : row.columns] = np.array(row.parameters).T
+        self._parameters.send()
 
     @property
     def contexts(self) -> Tensor:

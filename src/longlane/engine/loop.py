@@ -12,7 +12,7 @@ from longlane.config import EngineConfig
 from longlane.engine import scheduler
 from longlane.engine.admission import check_queue, check_request, failure
 from longlane.engine.book import Book
-from longlane.engine.flight import DraftSource, Flights
+from longlane.engine.flight import DraftSource, Flights, may_follow
 from longlane.engine.job import Job
 from longlane.engine.runner import Runner
 from longlane.errors import LonglaneError
@@ -28,9 +28,10 @@ class Engine:
     """Continuous batching over one runner.
 
     A round of all decode rows, or a chunk of a prompt, is launched, and lands when its tokens are read; what lies
-    between, the host has for messages and admission. Chunks and rounds take turns, or run at the same time where the
-    card can be parted: then a chunk lands at the end of the round in which it was done. Without overlap each lands
-    before anything else happens. None of this may change a token.
+    between, the host has for messages and admission. Where the next step can only be a round of the same rows, that is
+    launched behind it, before it lands. Chunks and rounds take turns, or run at the same time where the card can be
+    parted: then a chunk lands at the end of the round in which it was done. Without overlap each lands before anything
+    else happens. None of this may change a token.
 
     Every submitted request ends with exactly one `Finished` or `Failed`. Tokens are published after they are
     committed. An exception out of `step` is a fault of the engine, not of a request: nothing may run after it.
@@ -62,7 +63,7 @@ class Engine:
         # The last plan, and who runs where that is everybody, in a decode row.
         self._planned = scheduler.StepPlan((), None)
         self._decoding: list[Job] | None = None
-        # A plan whose decode rows have run and whose chunk has not.
+        # A plan whose decode rows run or have run, and whose chunk has not.
         self._rest: scheduler.StepPlan | None = None
         self._cancelled: set[str] = set()
         self._decode_s = 0.0
@@ -205,10 +206,16 @@ class Engine:
         return scheduler.Snapshot(running=running, debt_s=self._debt_s, token_s=self._token_s, beside=beside)
 
     def _launch(self) -> None:
-        """Start what is left of the last plan, or a new one."""
+        """Start what is left of the last plan, or a new one where no round runs already; and another round behind."""
         if self._launch_rest():
             return
-        plan = self._plan()
+        if not self._flights.round:
+            self._start(self._plan())
+        if self._may_run_ahead():
+            self._steps += 1
+            self._flights.launch_behind()
+
+    def _start(self, plan: scheduler.StepPlan) -> None:
         self._steps += bool(plan.decode or plan.prefill)
         self._rest, self._decode_s = plan, 0.0
         jobs = [job for job in [self._book.running[id] for id in plan.decode] if self._make_room(job)]
@@ -220,9 +227,30 @@ class Engine:
         else:
             self._launch_rest()
 
+    def _may_run_ahead(self) -> bool:
+        """Whether the next step, too, will be a round of exactly the rows of the one that was launched, and can be
+        computed without the host: so that it may be on its way before that has landed."""
+        round, running = self._flights.round, self._book.running
+        return (
+            self._overlap
+            and round is not None
+            # What is drafted depends on the tokens, and what stands of it on more than those.
+            and self._speculator is None
+            # A chunk beside it ends at the end of a round, and changes who has which part of the card.
+            and self._flights.beside is None
+            # Who is to leave does so when nothing writes to what it holds.
+            and not self._cancelled
+            # Nobody has ended, and nobody has a prompt to be computed or brought back.
+            and self._planned.prefill is None
+            and len(running) == len(round.jobs) == len(round.seats())
+            and all(map(may_follow, round.jobs))
+            # Nobody is to pause for it.
+            and all(job.lease and self._memory.grow(job.lease, len(job.tokens) + 1) for job in round.jobs)
+        )
+
     def _launch_rest(self) -> bool:
-        """Start the chunk of a plan whose decode rows have run."""
-        plan, self._rest = self._rest, None
+        """Start the chunk of a plan whose decode rows have run. There is none where another round of it runs."""
+        plan, self._rest = self._rest, self._rest if self._flights.round else None
         if plan is None:
             return False
         if plan.prefill and self._launch_chunk(plan.prefill, plan.skipped, beside=False):
@@ -265,7 +293,9 @@ class Engine:
             if isinstance(outcome.decision, Decision):
                 self._decode_tokens += len(outcome.decision.token_ids)
         self._book.conclude(outcomes)
-        self._decode_s = self._clock() - began
+        now = self._clock()
+        self._decode_s = now - began
+        self._flights.move_up(now)
 
     def _land_chunk(self, *, beside: bool) -> None:
         flight = self._flights.beside if beside else self._flights.chunk

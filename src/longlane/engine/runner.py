@@ -1,6 +1,7 @@
 """Executes forward steps: owns the model, its caches and its device. The only place where the engine meets tensors."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,12 +22,12 @@ log = logging.getLogger(__name__)
 class Runner:
     """One model on one device. vocab_size: the tokens that may be sampled.
 
-    A round ends with `read`, a chunk with `wait`, and nothing else waits for the device. One of them is under way, and
-    where the runner is `concurrent` another chunk `beside` it: that comes after what the main stream was given before,
-    and nobody else uses what it writes to until `wait`. limits: sizes of the fixed buffers, by default as much as the
-    caches could need.
+    A round ends with `read`, a chunk with `wait`, and nothing else waits for the device. One of them is under way, the
+    next plain round of the same rows may be `behind` it, and where the runner is `concurrent` another chunk `beside`
+    it: that comes after what the main stream was given before, and nobody else uses what it writes to until `wait`.
+    limits: sizes of the fixed buffers, by default as much as the caches could need.
     last_step: what was asked of the device last, and the chunk that ran beside it, for a fault report; `on_step` hears
-    of it before it is launched, and again of a chunk that failed beside later rounds.
+    of it before it is launched, and again of a step that failed after others were.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Runner:
         self.chunks = Chunks(model, caches, device, drafter, self.steps.table_pages)
         self.last_step: dict[str, Any] = {"number": 0}
         self._beside: dict[str, Any] = {}
+        self._rounds: deque[dict[str, Any]] = deque()
         self.on_step: Callable[[dict[str, Any]], None] = lambda step: None
 
     @property
@@ -98,16 +100,21 @@ class Runner:
         try:
             return self.chunks.wait(beside=beside)
         except Exception:
-            # Rounds were launched since, and it was none of theirs.
             if beside:
-                self.last_step = self._beside
-                self.on_step(self.last_step)
+                self._blame(self._beside)
             raise
 
     def decode(self, rows: Sequence[Row], *, beside: bool = False) -> None:
         """Start a round: every row's tokens and drafts. `beside`: while a chunk runs."""
         self._note("verify" if max(row.columns for row in rows) > 1 else "decode", rows, beside)
+        self._rounds.append(self.last_step)
         self.steps.launch(rows, beside=beside)
+
+    def decode_behind(self, rows: Sequence[Row]) -> None:
+        """Start the next round of the rows of a plain one that is under way, see `Steps.launch_behind`."""
+        self._note("decode", rows, False, behind=True)
+        self._rounds.append(self.last_step)
+        self.steps.launch_behind(rows)
 
     @property
     def round_done(self) -> bool:
@@ -115,21 +122,33 @@ class Runner:
         return self.steps.done
 
     def read(self) -> Answer:
-        """Wait for the round."""
-        return self.steps.read()
+        """Wait for the older round."""
+        step = self._rounds.popleft()
+        try:
+            return self.steps.read()
+        except Exception:
+            self._blame(step)
+            raise
 
     def settle(self, accepted: Sequence[int]) -> None:
         """Move the round's states on by the first `accepted` columns of each row."""
         self.steps.settle(accepted)
 
-    def _note(self, kind: str, rows: Sequence[Row], beside: bool) -> None:
+    def _blame(self, step: dict[str, Any]) -> None:
+        """One that fails, whatever was launched since."""
+        if step is not self.last_step:
+            self.last_step = step
+            self.on_step(step)
+
+    def _note(self, kind: str, rows: Sequence[Row], beside: bool, behind: bool = False) -> None:
         self.last_step = {
             "number": self.last_step["number"] + 1,
             "kind": kind,
             "rows": len(rows),
             "columns": [row.columns for row in rows],
-            "contexts": [row.lease.length for row in rows],
+            "contexts": [row.lease.length + behind for row in rows],
             "beside": beside,
+            "behind": behind,
             "graphed": kind != "prefill" and self.steps.graphed,
         }
         if beside and kind != "prefill":

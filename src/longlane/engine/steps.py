@@ -1,11 +1,13 @@
 """Decode rounds over fixed buffers: what a CUDA graph can be captured from. Eager and graph run the same code."""
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,7 +56,7 @@ class Limits:
 class Answer:
     """What a round computed. tokens: per row its inputs, the MTP head's drafts among them. best: of every column the
     token that its parameters draw, and its largest logit. logits [n, V], row r from starts[r] on: overwritten by the
-    next round."""
+    next round, which may be under way."""
 
     tokens: list[list[int]]
     best: list[tuple[int, float]]
@@ -62,14 +64,30 @@ class Answer:
     starts: range
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A round that was launched: its rows; its rows and columns after rounding; whether it is settled; where its graphs
+    are; its logits; where its answer arrives, and when it has."""
+
+    live: int
+    rows: int
+    columns: int
+    settled: bool
+    graphs: Graphs | None
+    logits: Tensor
+    answer: np.ndarray
+    done: torch.cuda.Event | None
+
+
 class Steps:
-    """The rounds of one model. `launch`, then `read` and `settle`; nothing waits for the device but `read`.
+    """The rounds of one model. `launch`, then `read` and `settle`; nothing waits for the device but `read`. Before a
+    plain round is read, the next one of its rows may be launched `behind` it.
 
     What settles a round is launched with it where rows name all that ends them, so that the device finds out which
     drafts stand, and has work while the host does.
 
     Rows and columns are rounded up to sizes there are graphs for: rows with context 0 on slot 0 and page 0, columns
-    past a row's own that nobody reads. Each graph begins by bringing its inputs, and ends by bringing the answer back.
+    past a row's own that nobody reads.
     """
 
     def __init__(
@@ -94,13 +112,10 @@ class Steps:
         self._graphs: Graphs | None = None
         # The same for part of the card, where rounds may run beside a chunk.
         self._part_graphs: Graphs | None = None
-        self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        # Of the running round: its rows, its rows and columns after rounding, whether it is settled, its logits,
-        # where its graphs are, and what ran and came of it.
-        self._round = (0, 0, 0)
-        self._settled = False
-        self._seen: Tensor | None = None
-        self._replayed: Graphs | None = None
+        # Those to be read, the older one first, and the last that was.
+        self._launched: deque[_Launched] = deque()
+        self._read: _Launched | None = None
+        # The step that ran last, for what settles it.
         self._ran: tuple[Batch, Output] | None = None
 
     @property
@@ -134,14 +149,9 @@ class Steps:
 
     @torch.inference_mode()
     def seconds(self, part: Part | None = None) -> float:
-        """What a round of one row takes that has the whole card, or one of its parts, to itself.
-
-        Without its copies: torch remembers every stream that copied pinned memory and turns to them when that is freed,
-        and the stream of a part that was only tried is gone by then.
-        """
+        """What a round of one row takes that has the whole card, or one of its parts, to itself."""
         self._inputs.fill([], 1, 1, own=True)
-        self._inputs.send()
-        took = Graphs(self._device, part.stream if part else None).seconds(partial(self._compute, 1, 1))
+        took = Graphs(self._device, part.stream if part else None).seconds(partial(self._step, 1, 1))
         self._ran = None
         return took
 
@@ -158,55 +168,75 @@ class Steps:
         """Start a round: drafts where rows ask for them, then the model over every row's tokens and the best token of
         each column, then draws where rows sample, and what settles it where that needs no host. `beside` a chunk it
         keeps to its part of the card."""
-        self._replayed = self._part_graphs if beside else self._graphs
+        assert not self._launched
+        graphs = self._part_graphs if beside else self._graphs
         rows = _at_least(self._row_sizes, len(live))
         columns = _at_least(self._column_sizes, max(row.columns for row in live))
         # Device or host, one of them tells which drafts stand for all rows.
-        self._settled = all(row.stops is not None and len(row.stops) <= MAX_STOP_IDS for row in live)
-        self._inputs.fill(live, rows, columns, own=self._settled)
+        settled = all(row.stops is not None and len(row.stops) <= MAX_STOP_IDS for row in live)
+        self._inputs.fill(live, rows, columns, own=settled)
         if depth := max(row.neural for row in live):
-            self._run(("propose", rows, depth), partial(self._propose, rows, depth))
-        self._round = len(live), rows, columns
-        self._run(self._keys(rows, columns)[0], partial(self._step, rows, columns))
+            self._run(graphs, ("propose", rows, depth), partial(self._propose, rows, depth))
+        self._start(live, rows, columns, settled, graphs)
+
+    def launch_behind(self, live: Sequence[Row]) -> None:
+        """Start the next round of the rows of a plain one that is under way, all of whose stop ids the device knows.
+        What a row says of its tokens is void: the device has them. One that ends with the first round has no part in
+        the second: nothing of it is written to, and its answer means nothing."""
+        [before] = self._launched
+        assert before.settled
+        assert (before.live, before.columns) == (len(live), 1)
+        ids, peaks, _ = self._answer.device[:, : before.rows]
+        with torch.inference_mode():
+            self._inputs.advance(live, before.rows, ids, peaks)
+        self._start(live, before.rows, 1, True, before.graphs)
+
+    def _start(self, live: Sequence[Row], rows: int, columns: int, settled: bool, graphs: Graphs | None) -> None:
+        """A round whose inputs are on their way."""
+        step, settle = self._keys(rows, columns)
+        self._run(graphs, step, partial(self._step, rows, columns))
         if any(row.parameters for row in live):
             self._inputs.fill_parameters(live, rows, columns)
-            self._run(("draw", rows, columns), partial(self._draw, rows, columns))
-        if self._done:
-            self._done.record()
-        if self._settled:
-            self._launch_settling()
+            self._run(graphs, ("draw", rows, columns), partial(self._draw, rows, columns))
+        self._answer.turn()
+        self._answer.bring_back()
+        done = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if done:
+            done.record()
+        if settled and settle:
+            self._run(graphs, settle, partial(self._settle, rows, columns))
         assert self._logits is not None
-        self._seen = self._logits[: len(live) * columns]
+        logits = self._logits[: len(live) * columns]
+        self._launched.append(_Launched(len(live), rows, columns, settled, graphs, logits, self._answer.host, done))
 
     def read(self) -> Answer:
-        """Wait for the round and take its answer."""
-        live, _, columns = self._round
-        count = live * columns
-        if self._done:
-            self._done.synchronize()
-        ids, peaks, flat = self._answer.host[:, :count].tolist()
-        tokens, starts = list(map(int, flat)), range(0, count, columns)
+        """Wait for the older round and take its answer."""
+        read = self._read = self._launched.popleft()
+        count = read.live * read.columns
+        if read.done:
+            read.done.synchronize()
+        ids, peaks, flat = read.answer[:, :count].tolist()
+        tokens, starts = list(map(int, flat)), range(0, count, read.columns)
         best = list(zip(map(int, ids), peaks, strict=True))
-        assert self._seen is not None
-        return Answer([tokens[start : start + columns] for start in starts], best, self._seen, starts)
+        return Answer([tokens[start : start + read.columns] for start in starts], best, read.logits, starts)
 
     def settle(self, accepted: Sequence[int]) -> None:
-        """Move states and the MTP head on by the first `accepted` columns of each row, unless the device has."""
-        if not self._settled:
+        """Move states and the MTP head on by the first `accepted` columns of each row of the round that was read,
+        unless the device has."""
+        read = self._read
+        assert read is not None
+        _, key = self._keys(read.rows, read.columns)
+        if key and not read.settled:
             self._accepted.host[:] = 0
             self._accepted.host[: len(accepted)] = accepted
-            self._launch_settling()
-
-    def _launch_settling(self) -> None:
-        _, rows, columns = self._round
-        _, key = self._keys(rows, columns)
-        if key:
-            self._run(key, partial(self._settle, rows, columns))
+            self._accepted.send()
+            self._run(read.graphs, key, partial(self._settle, read.rows, read.columns))
 
     @property
     def done(self) -> bool:
         """Whether `read` would not wait."""
-        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
+        done = self._launched[0].done
+        return done is None or bool(done.query())  # type: ignore[no-untyped-call]
 
     @property
     def graphed(self) -> bool:
@@ -216,39 +246,33 @@ class Steps:
         """Of a round and of what settles it; plain decode without an MTP head needs no settling."""
         return ("step", rows, columns), ("settle", rows, columns) if columns > 1 or self._drafter else None
 
-    def _run(self, key: Key, body: Callable[[], None]) -> None:
-        if self._replayed is not None:
-            self._replayed.replay(key)
+    def _run(self, graphs: Graphs | None, key: Key, body: Callable[[], None]) -> None:
+        if graphs is not None:
+            graphs.replay(key)
             return
         with torch.inference_mode():
             body()
 
     def _batch(self, rows: int, columns: int, token_ids: Tensor) -> Batch:
-        """The fixed buffers as a step of `rows` x `columns` tokens."""
-        contexts = self._inputs.contexts[:rows]
+        """The fixed buffers as a step of `rows` x `columns` tokens. A row on slot 0 has page 0 alone."""
+        contexts, slots = self._inputs.contexts[:rows], self._inputs.slots[:rows].long()
         return Batch(
             kind="decode" if columns == 1 else "verify",
             token_ids=token_ids,
             positions=(contexts[:, None] + self._column[:columns]).flatten(),
             query_start=tuple(range(0, rows * columns + 1, columns)),
             context=self._inputs.context,
-            block_table=self._inputs.table[:rows],
-            slots=self._inputs.slots[:rows].long(),
+            block_table=self._inputs.table[:rows].where(slots[:, None] > 0, 0),
+            slots=slots,
             contexts=contexts,
         ).laid_out()
 
     def _propose(self, rows: int, depth: int) -> None:
         assert self._drafter is not None
-        self._inputs.send()
         first = self._inputs.tokens[:rows, 0].long()
         self._drafts[:rows, 1 : depth + 1] = self._drafter.propose(self._batch(rows, 1, first), depth)
 
     def _step(self, rows: int, columns: int) -> None:
-        self._inputs.send()
-        self._compute(rows, columns)
-        self._answer.bring_back()
-
-    def _compute(self, rows: int, columns: int) -> None:
         count = rows * columns
         tokens = self._tokens[:count]
         tokens.view(rows, columns).copy_(self._inputs.tokens[:rows, :columns])
@@ -269,9 +293,7 @@ class Steps:
     def _draw(self, rows: int, columns: int) -> None:
         assert self._logits is not None
         count = rows * columns
-        self._inputs.send_parameters()
         self._answer.device[0, :count], _ = draw_rows(self._logits[:count], self._inputs.parameters(count))
-        self._answer.bring_back()
 
     def _settle(self, rows: int, columns: int) -> None:
         assert self._ran is not None
@@ -285,7 +307,6 @@ class Steps:
     def _standing(self, rows: int, columns: int) -> Tensor:
         """[rows] int64: how many columns of each row stand. That is its first, and every draft that was drawn in its
         place, up to one that ends the answer: as `sampling.decide` would decide, where nothing but stop ids ends it."""
-        self._accepted.send()
         own, count = self._inputs.own[:rows], rows * columns
         drawn = self._answer.device[0, :count].view(rows, columns)[:, :-1]
         drafts = self._tokens[:count].view(rows, columns)[:, 1:]

@@ -522,7 +522,7 @@ def test_a_short_prompt_has_its_turn_while_the_chunk_of_a_long_one_runs():
     for _ in range(3):
         log.take(engine.step())
     engine.submit(wanted[1])
-    log.take(engine.step())
+    until_beside(engine, log)
     engine.submit(wanted[2])
     for _ in range(6):
         log.take(engine.step())
@@ -531,6 +531,12 @@ def test_a_short_prompt_has_its_turn_while_the_chunk_of_a_long_one_runs():
     run(engine, log)
     check_answers(log, wanted)
     assert engine.stats(check=True).integrity == []
+
+
+def until_beside(engine: Engine, log: Log) -> None:
+    """A round that is on its way already goes before the chunk."""
+    while engine._flights.beside is None:
+        log.take(engine.step())
 
 
 def crowded() -> tuple[Engine, Log, list[Request]]:
@@ -558,8 +564,7 @@ def test_who_pauses_while_its_chunk_runs_loses_nothing_and_disturbs_nobody():
 
 def test_cancelled_while_its_chunk_runs_it_ends_though_it_had_to_pause():
     engine, log, wanted = crowded()
-    while engine._flights.beside is None:
-        log.take(engine.step())
+    until_beside(engine, log)
     engine.cancel("young")
     run(engine, log)
     assert log.finished["young"].reason == "cancelled"
@@ -576,7 +581,7 @@ def test_the_end_waits_for_a_chunk_that_runs_beside():
     for _ in range(3):
         log.take(engine.step())
     engine.submit(request("b", 200, 3))
-    log.take(engine.step())
+    until_beside(engine, log)
     engine.abort(EngineError("the server is shutting down"))
     log.take(engine.step())
     assert engine._flights.beside is not None
@@ -630,9 +635,9 @@ def test_who_has_time_while_a_chunk_alone_is_launched_is_told_so():
     for _ in range(3):
         log.take(engine.step())
     engine.submit(request("b", 200, 3))
-    log.take(engine.step())
+    until_beside(engine, log)
     assert (engine._flights.main, engine.launching, engine.busy) == (True, True, False)
-    engine._flights.read_round()
+    engine._land_round()
     assert (engine._flights.main, engine.launching, engine.busy) == (False, True, True)
     lane.launching = False
     assert [engine.busy for _ in range(3)] == [True, True, False], "until the device has done it"
@@ -648,7 +653,7 @@ def test_cancelled_while_its_chunk_runs_it_keeps_its_pages_until_that_has_ended(
     for _ in range(3):
         log.take(engine.step())
     engine.submit(wanted[1])
-    log.take(engine.step())
+    until_beside(engine, log)
     free = engine.stats().pages_free
     engine.cancel("b")
     log.take(engine.step())

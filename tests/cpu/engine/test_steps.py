@@ -153,7 +153,7 @@ STANDING = [(3, (), 4), (1, (), 2), (3, (11,), 1), (3, (99, 12), 2), (3, (13,), 
 def standing(steps: Steps, rows: Sequence[Row], drawn: Sequence[int], *, own: bool) -> list[int]:
     """Of rows of [10, 11, 12, 13], the last three of them drafts, and padding after them."""
     steps._inputs.fill(rows, LANES, 4, own=own)
-    steps._accepted.host[:] = range(LANES)
+    steps._accepted.device[:] = torch.arange(LANES)
     steps._tokens[: LANES * 4] = torch.tensor([10, 11, 12, 13] * LANES)
     steps._answer.device[0, : LANES * 4] = torch.tensor([*drawn] * LANES)
     return steps._standing(LANES, 4).tolist()
