@@ -87,7 +87,7 @@ def report(name: str, timings: list[Timings]) -> None:
     rounds = sum(timing.rounds for timing in timings)
     shares = "/".join(f"{positions[position] / rounds:.3f}" for position in sorted(positions))
     drafted, accepted = sum(t.drafted_tokens for t in timings), sum(t.accepted_tokens for t in timings)
-    decode_s = sum(t.decode_s for t in timings)
+    decode_s = sum(t.decode_s or 0.0 for t in timings)
     print(
         f"{name}: {len(timings)} answers, {rounds} rounds, accepted by position {shares or '-'}, "
         f"{accepted} of {drafted} drafts, {1 + accepted / rounds:.2f} tokens a round, "

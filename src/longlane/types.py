@@ -101,13 +101,14 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Raw seconds and counts of one request, measured in the engine; rates are derived by whoever reads them.
 
-    `decode_s` spans the first token to the last. `computed_prefill_tokens` excludes cached ones.
+    `ttft_s` ends with the first token and `decode_s` spans it to the last: without a token they are None.
+    `computed_prefill_tokens` excludes cached ones.
     """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
-    ttft_s: float = 0.0
-    decode_s: float = 0.0
+    ttft_s: float | None = None
+    decode_s: float | None = None
     total_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0

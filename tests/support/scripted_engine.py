@@ -149,8 +149,8 @@ class ScriptedEngine:
         return Timings(
             queue_s=self.queue_s,
             prefill_s=0.5,
-            ttft_s=0.75,
-            decode_s=2.0,
+            ttft_s=0.75 if count else None,
+            decode_s=2.0 if count else None,
             total_s=3.0,
             prompt_tokens=len(request.token_ids),
             cached_tokens=self.cached_tokens,

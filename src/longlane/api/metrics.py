@@ -36,7 +36,7 @@ class Metrics:
             "llamacpp:prompt_tokens": sum(t.computed_prefill_tokens for t in timings),
             "llamacpp:prompt_seconds": sum(t.prefill_s for t in timings),
             "llamacpp:tokens_predicted": tally.completion_tokens,
-            "llamacpp:tokens_predicted_seconds": sum(t.decode_s for t in timings),
+            "llamacpp:tokens_predicted_seconds": sum(t.decode_s or 0.0 for t in timings),
             "longlane:prefix_cache_hit_tokens": sum(t.cached_tokens for t in timings),
             "longlane:thinking_tokens": tally.thinking_tokens or 0,
             "longlane:thinking_control_tokens": tally.control_tokens or 0,

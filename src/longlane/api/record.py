@@ -14,7 +14,7 @@ from longlane.api.errors import CLIENT_CLOSED_REQUEST, ClientDisconnected, Inter
 from longlane.api.generation import Event, Job
 from longlane.api.metrics import Metrics
 from longlane.api.request_log import RequestLog
-from longlane.api.usage import Tally
+from longlane.api.usage import Tally, milliseconds, rate
 from longlane.errors import LonglaneError
 from longlane.types import Timings
 
@@ -75,7 +75,7 @@ class Record:
         )
         timings = tally.timings()
         log.info(
-            "%s done | %s | %s | prompt %d (%d cached, %s) | %d tokens | thinking %s of %s | TTFT %.0f ms | "
+            "%s done | %s | %s | prompt %d (%d cached, %s) | %d tokens | thinking %s of %s | TTFT %s | "
             "prefill %s | decode %s",
             self._request["request_id"],
             self._request["protocol"],
@@ -86,9 +86,9 @@ class Record:
             tally.completion_tokens,
             "-" if tally.thinking_tokens is None else tally.thinking_tokens,
             "-" if tally.thinking_budget is None else tally.thinking_budget,
-            timings["ttft_ms"],
-            _rate(timings["prompt_per_second"]),
-            _rate(timings["predicted_per_second"]),
+            milliseconds(timings["ttft_ms"]),
+            rate(timings["prompt_per_second"]),
+            rate(timings["predicted_per_second"]),
         )
 
     def _failed(self, error: BaseException) -> None:
@@ -144,7 +144,3 @@ def _explain(error: BaseException) -> tuple[str, int, str]:
     if isinstance(error, (asyncio.CancelledError, GeneratorExit, ClientDisconnected)):
         return "client_disconnected", CLIENT_CLOSED_REQUEST, "the client closed the connection"
     return InternalError.code, InternalError.status, type(error).__name__
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f} t/s"

@@ -82,7 +82,8 @@ class Tally:
 def timings(choices: Sequence[Ended]) -> dict[str, Any]:
     """The `timings` object. Of several choices counts and milliseconds are sums, so rates are those of one lane.
 
-    A rate without anything to measure it by is null: the decode rate of a single token, say.
+    What was not measured is null: the time to the first token of an answer without any, the decode rate of a single
+    token.
     """
     all_timings = [ended.timings for ended in choices]
     prompt_n = sum(t.computed_prefill_tokens for t in all_timings)
@@ -90,24 +91,34 @@ def timings(choices: Sequence[Ended]) -> dict[str, Any]:
     predicted_n = sum(ended.tokens for ended in choices)
     # The time from the first token to the last holds one interval less than tokens.
     intervals = sum(max(0, ended.tokens - 1) for ended in choices)
-    predicted_s = sum(t.decode_s for t in all_timings)
+    spans = [t.decode_s for t in all_timings if t.decode_s is not None]
+    firsts = [t.ttft_s for t in all_timings if t.ttft_s is not None]
+    predicted_s = sum(spans)
     drafted = sum(t.drafted_tokens for t in all_timings)
     result = {
         "cache_n": sum(t.cached_tokens for t in all_timings),
         "prompt_n": prompt_n,
-        "prompt_ms": prompt_s * 1e3,
+        "prompt_ms": prompt_s * 1e3 if prompt_n else None,
         "prompt_per_token_ms": _ratio(prompt_s * 1e3, prompt_n),
         "prompt_per_second": _ratio(prompt_n, prompt_s),
         "predicted_n": predicted_n,
-        "predicted_ms": predicted_s * 1e3,
+        "predicted_ms": predicted_s * 1e3 if spans else None,
         "predicted_per_token_ms": _ratio(predicted_s * 1e3, intervals),
         "predicted_per_second": _ratio(intervals, predicted_s),
         "queue_ms": max(t.queue_s for t in all_timings) * 1e3,
-        "ttft_ms": min(t.ttft_s for t in all_timings) * 1e3,
+        "ttft_ms": min(firsts) * 1e3 if firsts else None,
     }
     if drafted:
         result |= {"draft_n": drafted, "draft_n_accepted": sum(t.accepted_tokens for t in all_timings)}
     return result
+
+
+def milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f} ms"
+
+
+def rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} t/s"
 
 
 def _ratio(value: float, by: float) -> float | None:

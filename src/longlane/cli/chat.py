@@ -17,7 +17,7 @@ from longlane.api.generation import Delta, Ended, run
 from longlane.api.schemas import ChatRequest
 from longlane.api.state import ServerState
 from longlane.api.thinking import END
-from longlane.api.usage import timings
+from longlane.api.usage import milliseconds, rate, timings
 from longlane.cli.options import MODEL, pick, pick_engine, takes
 from longlane.cli.session import LoadingBars, open_session
 from longlane.config import EngineConfig, ServerConfig
@@ -194,12 +194,12 @@ def unanswered(ended: Ended, max_tokens: int) -> str:
 def summary(ended: Ended) -> str:
     """One line: what was measured, and over how many tokens."""
     t = timings([ended])
-    prefill, decode = t["prompt_per_second"], t["predicted_per_second"]
+    prefill, decode = rate(t["prompt_per_second"]), rate(t["predicted_per_second"])
     return " | ".join(
         [
-            f"TTFT {t['ttft_ms']:.0f} ms",
-            f"prefill {'-' if prefill is None else f'{prefill:.1f} t/s'} ({t['prompt_n']} tokens)",
-            f"decode {'-' if decode is None else f'{decode:.1f} t/s'} ({t['predicted_n']} tokens)",
+            f"TTFT {milliseconds(t['ttft_ms'])}",
+            f"prefill {prefill} ({t['prompt_n']} tokens)",
+            f"decode {decode} ({t['predicted_n']} tokens)",
             f"finish {ended.reason}",
         ]
     )

@@ -67,8 +67,8 @@ class Job(Entry):
         return Timings(
             queue_s=(now if self.admitted is None else self.admitted) - self.submitted,
             prefill_s=self.prefill_s,
-            ttft_s=0.0 if first is None else first - self.submitted,
-            decode_s=0.0 if first is None or last is None else last - first,
+            ttft_s=None if first is None else first - self.submitted,
+            decode_s=None if first is None or last is None else last - first,
             total_s=now - self.submitted,
             prompt_tokens=len(self.request.token_ids),
             cached_tokens=self.cached_tokens,

@@ -115,6 +115,28 @@ def test_a_rate_of_one_token_is_not_made_up(api: Api) -> None:
     assert timings["predicted_per_second"] is None
 
 
+def decode_seconds(api: Api) -> float:
+    text = api.http.get("/metrics").text
+    return float(
+        next(line for line in text.splitlines() if line.startswith("llamacpp:tokens_predicted_seconds")).split()[1]
+    )
+
+
+def test_what_an_answer_without_tokens_has_not_is_null(api: Api) -> None:
+    """Choices with a token beside it are measured as ever."""
+    before = decode_seconds(api)
+    timings = api.post(max_tokens=0).json()["timings"]
+    assert timings["predicted_n"] == 0
+    assert timings["prompt_ms"] == 500
+    absent = ("ttft_ms", "predicted_ms", "predicted_per_token_ms", "predicted_per_second")
+    assert {name: timings[name] for name in absent} == dict.fromkeys(absent)
+    assert decode_seconds(api) == before
+    api.engine.script = lambda request: [[260]] if request.id.endswith("0") else [b"ab", [260]]
+    body = api.post(n=2).json()
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["", "ab"]
+    assert (body["timings"]["ttft_ms"], body["timings"]["predicted_ms"]) == (750, 2000)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("stop", "pieces", "expected"),

@@ -61,7 +61,7 @@ def test_thoughts_that_did_not_end_by_themselves_are_one_line(capsys, chunks, co
     found = capsys.readouterr()
     *_, before, took = found.err.splitlines()
     assert before == (note or "")
-    assert took.startswith("TTFT 0 ms | ")
+    assert took.startswith("TTFT - | prefill - (0 tokens) | decode - (9 tokens) | ")
     assert found.out == "\n"
 
 
