@@ -25,6 +25,8 @@ from longlane.errors import ConfigError, LonglaneError
 
 T = TypeVar("T")
 
+ASKING = "> "
+
 OF_A_SERVER = frozenset(
     {"max_concurrency", "max_pending_requests", "pending_timeout_ms", "decode_floor", "concurrent_prefill"}
     | {"host", "port", "api_key", "model_id", "default_max_tokens", "max_request_mib", "request_log_jsonl"}
@@ -77,8 +79,9 @@ def chat(
             messages.append({"role": "user", "content": question})
             parts: list[str] = []
             try:
-                with contextlib.suppress(KeyboardInterrupt):
-                    background.run(_answer(state, messages, parts, screen))
+                background.run(_answer(state, messages, parts, screen))
+            except KeyboardInterrupt:
+                print(flush=True)
             except LonglaneError as error:
                 if prompt is not None or state.engine.state == "dead":
                     raise
@@ -118,13 +121,20 @@ def _loaded(state: ServerState, console: Console) -> Iterator[Background]:
 
 
 def _questions() -> Iterator[str]:
+    """What is typed or piped in. Only somebody who types is asked for it, and on standard output only at a terminal:
+    elsewhere that is the answers' alone."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
+    typed = sys.stdin.isatty()
+    at_terminal = typed and sys.stdout.isatty()
     while True:
+        if typed and not at_terminal:
+            print(ASKING, end="", file=sys.stderr, flush=True)
         try:
-            question = input("> ")
+            question = input(ASKING if at_terminal else "")
         except (EOFError, KeyboardInterrupt):
-            print()
+            if typed:
+                print(file=sys.stdout if at_terminal else sys.stderr)
             return
         if question.strip():
             yield question

@@ -132,22 +132,61 @@ def test_thoughts_that_are_cut_and_bytes_that_are_no_text_end_no_conversation(en
     said = [line for line in done.stderr.decode().splitlines() if line and not line.endswith(" ...")]
     told = [line for line in said if not line.startswith("TTFT ")]
     assert len(said) == len(told) + 2
+    assert b"> " not in done.stdout
     assert told == ["longlane: --default-thinking-budget ended the thoughts after 2 tokens"] * 2
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    """Where keys are pressed, and what a program reads them from."""
+    ends = os.openpty()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def asked(chat: subprocess.Popen[str]) -> bool:
+    """Once there is a prompt on standard error."""
+    said = ""
+    while not said.endswith("> ") and (more := chat.stderr.read(1)):
+        said += more
+    return said.endswith("> ")
+
+
+def test_who_types_is_asked_beside_the_answer_and_not_in_it(
+    environment: dict[str, str], terminal: tuple[int, int]
+) -> None:
+    keyboard, typed = terminal
+    command = [*LONGLANE, "chat", "tiny", *SMALL, "--no-thinking", "--greedy"]
+    with subprocess.Popen(
+        command, env=environment, text=True, stdin=typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as chat:
+        try:
+            assert asked(chat)
+            os.write(keyboard, b"Count from 1 to 9.\n")
+            assert chat.stdout.readline() == "1, 2, 3, 4, 5, 6, 7, 8, 9\n"
+            assert asked(chat)
+            os.write(keyboard, b"\4")
+            assert chat.wait(30) == 0
+            assert (chat.stdout.read(), chat.stderr.read()) == ("", "\n")
+        finally:
+            chat.kill()
 
 
 @pytest.mark.parametrize("when", ["loading", "asking", "answering"])
 def test_a_conversation_that_is_told_to_end_leaves_nothing_behind(
-    tmp_path: Path, environment: dict[str, str], when: str
+    tmp_path: Path, environment: dict[str, str], terminal: tuple[int, int], when: str
 ) -> None:
+    keyboard, typed = terminal
     command = [*LONGLANE, "chat", "tiny", *SMALL, "--no-thinking", "--greedy"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    pipes = {"stdin": typed, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=environment | {"TMPDIR": str(tmp_path)}, text=True, **pipes) as chat:
         try:
-            if when == "answering":
-                chat.stdin.write("Count from 1 to 50.\n")
-                chat.stdin.flush()
             if when != "loading":
-                chat.stdout.read(2 if when == "asking" else 8)
+                assert asked(chat)
+            if when == "answering":
+                os.write(keyboard, b"Count from 1 to 50.\n")
+                chat.stdout.read(8)
             deadline = time.monotonic() + 120
             while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -177,10 +216,11 @@ def test_a_conversation_goes_on_after_a_stopped_answer_and_a_question_too_long(e
         try:
             chat.stdin.write("Count from 1 to 50.\n")
             chat.stdin.flush()
-            assert chat.stdout.read(8) == "> 1, 2, "
+            assert chat.stdout.read(8) == "1, 2, 3,"
             os.killpg(chat.pid, signal.SIGINT)
             out, _ = chat.communicate("word " * 20_000 + "\nCount from 1 to 9.\n", timeout=120)
         finally:
             chat.kill()
-    assert "> 1, 2, 3, 4, 5, 6, 7, 8, 9\n" in out
+    assert out.endswith("\n1, 2, 3, 4, 5, 6, 7, 8, 9\n")
+    assert "> " not in out
     assert chat.returncode == 0
