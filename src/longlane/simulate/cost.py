@@ -9,6 +9,8 @@ WEIGHT_BYTES = 15.73e9
 DRAFT_BYTES = 0.81e9
 STATE_BYTES = 2 * 147.75 * 2**20
 KV_BYTES = 33_792
+# Tokens that it was trained for.
+MAX_CONTEXT = 262_144
 # 700 small dependent kernels of 1.07 us in a graph.
 FIXED_S = 0.75e-3
 # Of the 27B on 56 and 76 multiprocessors of an H200, the default floor: between what was measured with 48 and with 64

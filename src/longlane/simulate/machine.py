@@ -19,7 +19,7 @@ from longlane.memory.pages import PagePool
 from longlane.memory.plan import CHUNKS, PAGE
 from longlane.memory.prefix import PrefixTree
 from longlane.memory.states import SlotPool
-from longlane.simulate.cost import STATE_BYTES, CostModel
+from longlane.simulate.cost import MAX_CONTEXT, STATE_BYTES, CostModel
 from longlane.simulate.drafting import Drafting, DraftRow
 from longlane.simulate.workload import Ask
 
@@ -145,8 +145,9 @@ class Machine:
         pages, slots = PagePool(config.kv_capacity // PAGE), SlotPool(2 * config.max_concurrency)
         page_bytes, slot_bytes = PAGE * cost.kv_bytes, int(STATE_BYTES / 2)
         tree = PrefixTree(pages, slots, stateful=True, page_bytes=page_bytes, slot_bytes=slot_bytes)
-        # No bound but the pool, so that a refusal names the flag that there is.
-        self._memory = Memory(pages, slots, config.kv_capacity + PAGE, tree=tree, mover=Still())
+        # Where the pool is the bound, a refusal names the flag that there is; else that of a server with most context.
+        context = min(config.kv_capacity + PAGE, MAX_CONTEXT)
+        self._memory = Memory(pages, slots, context, tree=tree, mover=Still())
         self._drafting = Drafting(config.draft_tokens if config.spec == "mtp" else 0)
         self._coming: list[tuple[float, int, Ask]] = []
         self._following: dict[str, list[tuple[int, Ask]]] = {}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from longlane.artifact.geometry import GEOMETRIES
 from longlane.cli import app, load
 from longlane.cli import simulate as cli
 from longlane.cli.simulate import SIMULATED
@@ -113,6 +114,16 @@ def test_a_prompt_that_can_never_fit_is_refused_as_the_server_would_and_the_rest
         "line 4": ("finished", None),
     }
     assert body["rows"][-1]["answer"] == 1, "what does not fit behind a prompt is cut off"
+
+
+def test_a_prompt_beyond_what_the_model_was_trained_for_is_refused_as_the_server_would(tmp_path):
+    most = GEOMETRIES["qwen3.8-27b"]["max_position_embeddings"]
+    body = replayed(tmp_path / "trace.jsonl", [(0, most, 5), (1, most - 3, 5)], "--preset", "h200")
+    refusal = f"the prompt has {most} tokens; prompt and answer together may have {most} (--max-context)"
+    assert [(row["outcome"], row["error"], row["answer"]) for row in body["rows"]] == [
+        ("refused", refusal, 5),
+        ("finished", None, 3),
+    ]
 
 
 @pytest.mark.parametrize("policy", ["longlane", "fcfs"])
