@@ -89,8 +89,8 @@ class HashModel:
         records = None if advance else [inputs]
         return Output(torch.tensor(hidden, dtype=torch.float64)[:, None], records)  # type: ignore[arg-type]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return logits_of(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return logits_of(hidden) if out is None else out.copy_(logits_of(hidden))
 
     def fold(self, batch: Batch, caches: Caches, records: Sequence[list[list[int]]], accepted: Tensor) -> None:
         for row, (inputs, count) in enumerate(zip(records[0], accepted.tolist(), strict=True)):

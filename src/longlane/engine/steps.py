@@ -16,6 +16,8 @@ from longlane.engine.graphs import Graphs
 from longlane.engine.inputs import MAX_STOP_IDS, Inputs
 from longlane.engine.mirror import Mirror
 from longlane.engine.partition import Part
+from longlane.kernels.layout import begin
+from longlane.kernels.ragged import Ragged
 from longlane.kernels.sampling import draw_rows, greedy
 from longlane.layers.batch import Batch, Caches, CacheSpec, Output, Record
 from longlane.memory.plan import MAX_MTP_DRAFTS, captured_sizes
@@ -33,8 +35,8 @@ class Model(Protocol):
 
     def forward(self, batch: Batch, caches: Caches) -> Output: ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, V] from [n, hidden]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[n, V or more] from [n, hidden], in `out` where it is given."""
         ...
 
     def fold(self, batch: Batch, caches: Caches, records: list[Record], accepted: Tensor) -> None:
@@ -104,10 +106,11 @@ class Steps:
         most = limits.lanes * limits.columns
         self._inputs = Inputs(limits.lanes, limits.columns, self.table_pages, device)
         self._accepted = Mirror((limits.lanes,), device, torch.int64)
-        self._answer = Mirror((3, most), device, torch.float64)
-        self._column = torch.arange(limits.columns, device=device)
+        # Of every column what it draws, its largest logit in float64, and its input.
+        self._answer = Mirror((3, most), device, torch.int64)
+        self._drawn, peaks, self._tokens = self._answer.device
+        self._peaks = peaks.view(torch.float64)
         self._drafts = torch.zeros(limits.lanes, limits.columns, dtype=torch.int64, device=device)
-        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
         self._graphs: Graphs | None = None
         # The same for part of the card, where rounds may run beside a chunk.
@@ -186,9 +189,8 @@ class Steps:
         [before] = self._launched
         assert before.settled
         assert (before.live, before.columns) == (len(live), 1)
-        ids, peaks, _ = self._answer.device[:, : before.rows]
         with torch.inference_mode():
-            self._inputs.advance(live, before.rows, ids, peaks)
+            self._inputs.advance(live, before.rows, self._drawn[: before.rows], self._peaks[: before.rows])
         self._start(live, before.rows, 1, True, before.graphs)
 
     def _start(self, live: Sequence[Row], rows: int, columns: int, settled: bool, graphs: Graphs | None) -> None:
@@ -205,8 +207,7 @@ class Steps:
             done.record()
         if settled and settle:
             self._run(graphs, settle, partial(self._settle, rows, columns))
-        assert self._logits is not None
-        logits = self._logits[: len(live) * columns]
+        logits = self._kept(len(live) * columns)
         self._launched.append(_Launched(len(live), rows, columns, settled, graphs, logits, self._answer.host, done))
 
     def read(self) -> Answer:
@@ -215,9 +216,9 @@ class Steps:
         count = read.live * read.columns
         if read.done:
             read.done.synchronize()
-        ids, peaks, flat = read.answer[:, :count].tolist()
-        tokens, starts = list(map(int, flat)), range(0, count, read.columns)
-        best = list(zip(map(int, ids), peaks, strict=True))
+        ids, peaks, tokens = read.answer[:, :count]
+        starts, tokens = range(0, count, read.columns), tokens.tolist()
+        best = list(zip(ids.tolist(), peaks.view(np.float64).tolist(), strict=True))
         return Answer([tokens[start : start + read.columns] for start in starts], best, read.logits, starts)
 
     def settle(self, accepted: Sequence[int]) -> None:
@@ -253,47 +254,51 @@ class Steps:
         with torch.inference_mode():
             body()
 
-    def _batch(self, rows: int, columns: int, token_ids: Tensor) -> Batch:
-        """The fixed buffers as a step of `rows` x `columns` tokens. A row on slot 0 has page 0 alone."""
-        contexts, slots = self._inputs.contexts[:rows], self._inputs.slots[:rows].long()
+    def _batch(self, rows: int, columns: int, drafts: tuple[Tensor, Tensor] | None = None) -> Batch:
+        """The fixed buffers as a step of `rows` x `columns` tokens; drafts as in `begin`."""
+        inputs, count = self._inputs, rows * columns
+        contexts, table = inputs.contexts[:rows], inputs.table[:rows]
+        tokens = inputs.tokens[:rows, :columns]
+        made = begin(contexts, inputs.slots[:rows], tokens, table, self._tokens[:count], drafts)
+        starts = tuple(range(0, count + 1, columns))
         return Batch(
             kind="decode" if columns == 1 else "verify",
-            token_ids=token_ids,
-            positions=(contexts[:, None] + self._column[:columns]).flatten(),
-            query_start=tuple(range(0, rows * columns + 1, columns)),
-            context=self._inputs.context,
-            block_table=self._inputs.table[:rows].where(slots[:, None] > 0, 0),
-            slots=slots,
+            token_ids=made.token_ids,
+            positions=made.positions,
+            query_start=starts,
+            context=inputs.context,
+            block_table=table,
+            slots=made.slots,
             contexts=contexts,
-        ).laid_out()
+            layout=Ragged(starts, inputs.context, table, made.slots, made.starts, contexts, made.page, made.offset),
+        )
 
     def _propose(self, rows: int, depth: int) -> None:
         assert self._drafter is not None
-        first = self._inputs.tokens[:rows, 0].long()
-        self._drafts[:rows, 1 : depth + 1] = self._drafter.propose(self._batch(rows, 1, first), depth)
+        self._drafts[:rows, 1 : depth + 1] = self._drafter.propose(self._batch(rows, 1), depth)
 
     def _step(self, rows: int, columns: int) -> None:
         count = rows * columns
-        tokens = self._tokens[:count]
-        tokens.view(rows, columns).copy_(self._inputs.tokens[:rows, :columns])
+        drafts = None
         if self._drafter and columns > 1:
-            drafted = self._column[:columns] > self._inputs.given[:rows, None]
-            tokens.copy_(torch.where(drafted, self._drafts[:rows, :columns], tokens.view(rows, columns)).flatten())
-        batch = self._batch(rows, columns, tokens)
+            drafts = self._inputs.given[:rows], self._drafts[:rows, :columns]
+        batch = self._batch(rows, columns, drafts)
         output = self._model.forward(batch, self._caches)
         self._ran = batch, output
-        logits = self._model.logits(output.hidden)[:, : self._vocab_size]
+        logits = self._model.logits(output.hidden, None if self._logits is None else self._logits[:count])
         if self._logits is None:
-            self._logits = logits.new_empty(len(self._tokens), self._vocab_size)
-        self._logits[:count] = logits
-        answer = self._answer.device
-        answer[0, :count], answer[1, :count] = greedy(logits)
-        answer[2, :count] = tokens
+            self._logits = logits.new_empty(len(self._tokens), logits.shape[1])
+            self._logits[:count] = logits
+        greedy(self._kept(count), self._drawn[:count], self._peaks[:count])
+
+    def _kept(self, count: int) -> Tensor:
+        """Logits [count, vocabulary] of the step that ran last."""
+        assert self._logits is not None
+        return self._logits[:count, : self._vocab_size]
 
     def _draw(self, rows: int, columns: int) -> None:
-        assert self._logits is not None
         count = rows * columns
-        self._answer.device[0, :count], _ = draw_rows(self._logits[:count], self._inputs.parameters(count))
+        self._drawn[:count], _ = draw_rows(self._kept(count), self._inputs.parameters(count))
 
     def _settle(self, rows: int, columns: int) -> None:
         assert self._ran is not None
@@ -308,7 +313,7 @@ class Steps:
         """[rows] int64: how many columns of each row stand. That is its first, and every draft that was drawn in its
         place, up to one that ends the answer: as `sampling.decide` would decide, where nothing but stop ids ends it."""
         own, count = self._inputs.own[:rows], rows * columns
-        drawn = self._answer.device[0, :count].view(rows, columns)[:, :-1]
+        drawn = self._drawn[:count].view(rows, columns)[:, :-1]
         drafts = self._tokens[:count].view(rows, columns)[:, 1:]
         ends = (drawn[:, :, None] == self._inputs.stops[:rows, None]).any(dim=2)
         stands = (drawn == drafts) & ~ends

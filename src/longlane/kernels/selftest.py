@@ -8,7 +8,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from longlane.kernels import attention, chain, gdn, kv_codec, layout, linear, norm_rope, sampling
+from longlane.kernels import advance, attention, chain, gdn, kv_codec, layout, linear, norm_rope, sampling
+from longlane.kernels.advance import cpu as plain_advance
 from longlane.kernels.attention import naive as naive_attention
 from longlane.kernels.chain import Gated, Norm, Product
 from longlane.kernels.chain import naive as naive_chain
@@ -77,6 +78,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], P
         "swiglu": partial(_swiglu, device, dtype),
         "sigmoid_gate": partial(_sigmoid_gate, device, dtype),
         "qk_norm_rope": partial(_rotation, device, dtype),
+        "advance": partial(_advance, device),
         "begin": partial(_begin, device),
         "angles": partial(_angles, device),
         "greedy": partial(_greedy, device),
@@ -143,6 +145,18 @@ def _rotation(device: torch.device, dtype: torch.dtype) -> Pair:
     given = (q, k, angle.cos(), angle.sin(), *weights, EPS)
     got, want = norm_rope.qk_norm_rope(*given), naive_norm.qk_norm_rope(*given)
     return torch.cat(got, dim=1), torch.cat(want, dim=1)
+
+
+def _advance(device: torch.device) -> Pair:
+    """A row that goes on, one that ends by its second stop id, one whose logits are broken, and one of nobody's."""
+    results = []
+    for ops, place in ((advance, device), (plain_advance, torch.device("cpu"))):
+        inputs = torch.tensor([[70, 64, 5, 0], [1, 2, 3, 0], [8, 8, 8, 0], [9] * 4, [7, 11, 9, 9]], dtype=torch.int32)
+        context, slot, token, *stops = inputs.to(place)
+        drawn, peaks = torch.tensor([10, 11, 12, 0]), torch.tensor([1.0, 2.0, torch.nan, 0.0], dtype=torch.float64)
+        ops.advance(context, slot, token, torch.stack(stops), drawn.to(place), peaks.to(place))
+        results.append(torch.stack((context, slot, token)).cpu())
+    return results[0], results[1]
 
 
 def _begin(device: torch.device) -> Pair:

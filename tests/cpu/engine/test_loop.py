@@ -332,7 +332,7 @@ def test_a_row_that_cannot_be_decided_fails_alone(monkeypatch):
         log.take(engine.step())
     real = engine._runner.model.logits
     monkeypatch.setattr(
-        engine._runner.model, "logits", lambda hidden: real(hidden).index_fill(0, torch.tensor([0]), float("nan"))
+        engine._runner.model, "logits", lambda *given: real(*given).index_fill_(0, torch.tensor([0]), float("nan"))
     )
     log.take(engine.step())
     monkeypatch.undo()

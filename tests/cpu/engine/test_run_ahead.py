@@ -208,7 +208,7 @@ def test_a_row_that_cannot_be_decided_fails_alone_and_gives_back_what_it_had(mon
         log.take(engine.step())
     model, real = engine._runner.model, engine._runner.model.logits
     broken = torch.tensor([0])
-    monkeypatch.setattr(model, "logits", lambda hidden: real(hidden).index_fill(0, broken, float("nan")))
+    monkeypatch.setattr(model, "logits", lambda *given: real(*given).index_fill_(0, broken, float("nan")))
     log.take(engine.step())
     monkeypatch.undo()
     run(engine, log)

@@ -242,7 +242,8 @@ def test_a_model_that_computes_nonsense_does_not_get_ready(monkeypatch):
 
     def broken(*args, **options):
         loaded = real(*args, **options)
-        monkeypatch.setattr(loaded.model, "logits", lambda hidden: torch.full((len(hidden), 400), torch.nan))
+        right = loaded.model.logits
+        monkeypatch.setattr(loaded.model, "logits", lambda *given: right(*given).fill_(torch.nan))
         return loaded
 
     monkeypatch.setattr(startup, "load_model", broken)

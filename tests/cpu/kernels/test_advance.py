@@ -30,11 +30,11 @@ def test_a_row_goes_on_with_what_it_drew_or_is_nobodys(route, rows):
     advance = cpu.advance if route == "cpu" else interpreted("advance").advance
     # A block as wide as the most lanes, of which the others are left alone.
     block = torch.full((7, len(rows) + 3), 99, dtype=torch.int32)
-    answer = torch.full((2, len(rows)), 99.0, dtype=torch.float64)
+    ids, peaks = torch.full((len(rows),), 99), torch.full((len(rows),), 99.0, dtype=torch.float64)
     for place, ((context, slot, stops, drawn, peak), _) in enumerate(rows):
         block[:, place] = torch.tensor([context, slot, *stops, *[-1] * (4 - len(stops)), 55])
-        answer[:, place] = torch.tensor([drawn, peak])
+        ids[place], peaks[place] = drawn, peak
     mine = block[:, : len(rows)]
-    advance(mine[0], mine[1], mine[6], mine[2:6], *answer)
+    advance(mine[0], mine[1], mine[6], mine[2:6], ids, peaks)
     assert mine[[0, 1, 6]].T.tolist() == [list(after) for _, after in rows]
     assert (block[:, len(rows) :] == 99).all()

@@ -12,6 +12,6 @@ def advance(context: Tensor, slot: Tensor, token: Tensor, stops: Tensor, drawn: 
 
     One that drew any of its stop ids, or whose largest logit is not finite, is nobody's from then on: context, slot and
     token 0, so that nothing of what it has is written to. Nobody's rows stay that. context, slot, token [R] int32, in
-    place; stops [S, R] int32, -1 for none; drawn, peaks [R] float64.
+    place; stops [S, R] int32, -1 for none; drawn [R] int64, peaks [R] float64.
     """
     route("advance", context).advance(context, slot, token, stops, drawn, peaks)

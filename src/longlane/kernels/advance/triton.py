@@ -11,7 +11,7 @@ def _advance(
 ):  # fmt: skip
     row = tl.arange(0, BLOCK)
     inside = row < rows
-    chosen = tl.load(drawn + row, mask=inside, other=0.0).to(tl.int32)
+    chosen = tl.load(drawn + row, mask=inside, other=0).to(tl.int32)
     where = tl.load(slot + row, mask=inside, other=0)
     # False for NaN too.
     goes_on = (where > 0) & (tl.abs(tl.load(peaks + row, mask=inside, other=0.0)) < float("inf"))
