@@ -9,6 +9,7 @@ import pytest
 PROGRAM = """
 import sys
 import torch
+from longlane.kernels.advance import triton as advance
 from longlane.kernels.attention import Rotation, long, prepare, short, triton as attention
 from longlane.kernels.gdn import Record
 from longlane.kernels.gdn import chunks, convolution, short as short_gdn, triton as gdn
@@ -82,6 +83,7 @@ with compiling(card, modules) as compiled:
     for drafts in (None, (inputs[2], ids.view(3, 2))):
         layout.begin(inputs[0], inputs[1], inputs[:2].T, table, ids, drafts)
     layout.lay_out(inputs[0], table, 2)
+    advance.advance(*inputs, table[:, :3], ids[:3], frequency[:3])
     layout.angles(ids, frequency, ids, torch.float32)
     for base, high, minimum, name in ((32, 16, None, "q6_g64_fp16"), (16, 0, True, "q4_1_g32_fp16")):
         low, scale = zeros(8, 4, base, dtype=torch.uint8), zeros(8, 4, dtype=torch.float16)
