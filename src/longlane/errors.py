@@ -19,6 +19,11 @@ class LonglaneError(Exception):
         self.param = param
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, as a sentence has it: "1 lane", "2 lanes"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def printable(text: str) -> str:
     """One line, whatever a file put into its names."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from longlane.api.schemas import ChatRequest, agreed
 from longlane.config import ServerConfig
-from longlane.errors import RequestError
+from longlane.errors import RequestError, counted
 from longlane.text.frontend import Frontend
 from longlane.types import ThinkingBudget
 
@@ -51,8 +51,8 @@ def thinking_budget(
     forced_ids = [*encode(EARLY_STOP), end_id, *encode(AFTER_END)]
     if asked is not None and max_tokens and (needed := asked + len(forced_ids) + 1) > max_tokens:
         raise RequestError(
-            f"thinking_budget: {asked} tokens, {len(forced_ids)} to close the thoughts and one of the answer need "
-            f"max_tokens of {needed} or more, not {max_tokens}",
+            f"thinking_budget: {counted(asked, 'token')}, {len(forced_ids)} to close the thoughts and one to answer "
+            f"need max_tokens of {needed} or more, not {max_tokens}",
             code="thinking_budget_capacity_insufficient",
             param="thinking_budget",
         )

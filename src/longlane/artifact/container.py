@@ -26,7 +26,7 @@ from longlane.artifact.framing import (
 from longlane.artifact.layouts import align_up
 from longlane.artifact.schema import RESOURCES, Component, Directory, Entry, File, Part, Proposal
 from longlane.artifact.writer import ArtifactWriter
-from longlane.errors import ArtifactError
+from longlane.errors import ArtifactError, counted
 
 __all__ = ["Artifact", "ArtifactError", "ArtifactWriter", "Component", "Entry", "Part", "Proposal", "is_artifact"]
 
@@ -190,12 +190,15 @@ def _read_header(path: Path, data: Bytes) -> Header:
         fail(path, f"is {found[0]}", found[1])
     size = HEADER_BYTES[head[7]]
     if len(head) < size:
-        fail(path, f"{len(data)} bytes are too short for the header", "it is truncated: fetch it again")
+        fail(path, f"{counted(len(data), 'byte')} cannot hold its header", "it is truncated: fetch it again")
     header = unpack_header(head)
     if header.json_bytes == 0:
         fail(path, "its directory is empty")
     if header.json_bytes > min(len(data) - size, MAX_DIRECTORY_BYTES):
-        fail(path, f"its directory claims {header.json_bytes} bytes, which the file of {len(data)} cannot hold")
+        fail(
+            path,
+            f"its directory claims {counted(header.json_bytes, 'byte')}, which the file of {len(data)} cannot hold",
+        )
     if align_up(size + header.json_bytes, PAGE) > len(data):
         fail(path, "ends before its payload starts", "it is truncated: fetch it again")
     return header
@@ -220,6 +223,10 @@ def _map_parts(path: Path, artifact_id: bytes, entry_payload: int, files: list[F
 
 def _check_length(path: Path, actual: int, expected: int) -> None:
     if actual < expected:
-        fail(path, f"its payload is {expected - actual} bytes short of {expected}", "it is truncated: fetch it again")
+        fail(
+            path,
+            f"its payload is {counted(expected - actual, 'byte')} short of {expected}",
+            "it is truncated: fetch it again",
+        )
     if actual > expected:
-        fail(path, f"its payload is {actual - expected} bytes longer than the directory says", DAMAGED)
+        fail(path, f"its payload is {counted(actual - expected, 'byte')} longer than the directory says", DAMAGED)

@@ -21,7 +21,7 @@ from longlane.artifact.schema import RESOURCES
 from longlane.artifact.text_config import DENSE_SIZES, MOE_SIZES, SIZES
 from longlane.artifact.writer import MAX_FILE_BYTES
 from longlane.config import WeightsMode
-from longlane.errors import CheckpointError
+from longlane.errors import CheckpointError, counted
 
 # What container v2 can name. It has no configuration of its own, so the name has to stand for one.
 IDENTITIES = ("qwen3.6-27b", "qwen3.8-27b", "qwen3.6-35b-a3b")
@@ -121,7 +121,7 @@ def _differences(model: Model, name: str, draft_head: DraftHead | None) -> Itera
     if "dflash2" in parts and name != "qwen3.8-27b":
         yield "there is a DFlash2 drafter"
     if draft_head and draft_head.rows not in (None, DRAFT_ROWS):
-        yield f"the draft head has {draft_head.rows} rows"
+        yield f"the draft head has {counted(draft_head.rows, 'row')}"
 
 
 def _holds(config: Any, released: dict[str, Any]) -> bool:

@@ -28,7 +28,7 @@ from longlane.artifact.schema import (
     Tensor3,
     Use,
 )
-from longlane.errors import ArtifactError
+from longlane.errors import ArtifactError, counted
 
 __all__ = ["DAMAGED", "RESOURCES", "Entry", "check_ranges", "fail", "parse"]
 
@@ -238,7 +238,11 @@ def check_ranges(path: Path, objects: dict[str, Entry], payload_bytes: int, know
         cursor = entry.offset + entry.bytes
         if cursor > payload_bytes:
             missing = cursor - payload_bytes
-            fail(path, f"{where} ends {missing} bytes after the end of the file", "it is truncated: fetch it again")
+            fail(
+                path,
+                f"{where} ends {counted(missing, 'byte')} after the end of the file",
+                "it is truncated: fetch it again",
+            )
         if entry.kind == "tensor":
             _check_size(path, entry, known_formats)
 
@@ -254,4 +258,6 @@ def _check_size(path: Path, entry: Entry, known_formats: bool) -> None:
         return
     if entry.bytes != expected:
         shape = list(entry.shape)
-        fail(path, f"object {entry.name!r}: {entry.bytes} bytes, but {entry.format} {shape} takes {expected}")
+        fail(
+            path, f"object {entry.name!r}: {counted(entry.bytes, 'byte')}, but {entry.format} {shape} takes {expected}"
+        )

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from longlane.artifact.inventory import draft_rows
 from longlane.artifact.side_files import AGAIN, TokenId, json_object, tokenizer_file
-from longlane.errors import CheckpointError
+from longlane.errors import CheckpointError, counted
 
 Counts = NDArray[np.int64]
 
@@ -29,7 +29,7 @@ class DraftHead:
         addressable, special = _tokens(resources)
         if addressable > vocab_size:
             raise CheckpointError(
-                f"tokenizer.json has {addressable} tokens, the model {vocab_size}; fetch both from one place"
+                f"tokenizer.json has {counted(addressable, 'token')}, the model {vocab_size}; fetch both from one place"
             )
         counts = self._counts(vocab_size, resources["tokenizer"])[:addressable]
         return choose(counts, self._rows(addressable), special)
@@ -37,7 +37,9 @@ class DraftHead:
     def _rows(self, candidates: int) -> int:
         rows = self.rows or draft_rows(candidates)
         if rows > candidates:
-            raise CheckpointError(f"a draft head of {rows} rows is larger than the {candidates} tokens there are")
+            raise CheckpointError(
+                f"a draft head of {counted(rows, 'row')} is larger than a vocabulary of {counted(candidates, 'token')}"
+            )
         return rows
 
     def _counts(self, vocab_size: int, tokenizer: bytes) -> Counts:
@@ -45,7 +47,7 @@ class DraftHead:
             data = self.counts.read_bytes()
             if len(data) != 8 * vocab_size:
                 raise CheckpointError(
-                    f"{self.counts}: {len(data)} bytes, not {8 * vocab_size}; "
+                    f"{self.counts}: {counted(len(data), 'byte')}, not {8 * vocab_size}; "
                     "it must hold one little-endian int64 a token id"
                 )
             return np.frombuffer(data, "<i8")
@@ -64,7 +66,10 @@ def choose(counts: Counts, rows: int, forced: set[int]) -> NDArray[np.int32]:
     Raises CheckpointError where the forced ones alone are more than `rows`.
     """
     if len(forced) > rows:
-        raise CheckpointError(f"a draft head of {rows} rows cannot hold the {len(forced)} special tokens; ask for more")
+        raise CheckpointError(
+            f"a draft head of {counted(rows, 'row')} cannot hold the {counted(len(forced), 'special token')}; "
+            "ask for more"
+        )
     ranked = np.argsort(-counts, kind="stable")
     free = ranked[~np.isin(ranked, list(forced))][: rows - len(forced)]
     kept = np.sort(np.concatenate((free, np.array(sorted(forced), np.int64))))

@@ -18,7 +18,7 @@ from longlane.artifact.gguf_file import LONGEST, GgufFile, GgufTensor
 from longlane.artifact.layouts import AFFINE
 from longlane.artifact.recipe import Item
 from longlane.artifact.text_config import LLAMA
-from longlane.errors import CheckpointError
+from longlane.errors import CheckpointError, counted
 from longlane.kernels.linear.weight import PackedWeight, Weight
 
 CONTROL, USER_DEFINED = 3, 4
@@ -72,7 +72,7 @@ class GgufModel:
             found.append(self._item("text/output_head", "output"))
         if unread := sorted(self._tensors.keys() - self._read):
             raise CheckpointError(
-                f"{self.path}: {len(unread)} tensors have no place in a llama model ({unread[0]}); "
+                f"{self.path}: a llama model has no place for {counted(len(unread), 'tensor')} ({unread[0]}); "
                 "this build cannot run the model with them and will not run it without"
             )
         return found
@@ -167,7 +167,9 @@ class GgufModel:
             raise CheckpointError(f"{self.path}: its tokens hold {twice[:LONGEST]!r} twice; fetch it again")
         types = self._file.list_of(int, "tokenizer.ggml.token_type")
         if len(types) != len(tokens):
-            raise CheckpointError(f"{self.path}: {len(tokens)} tokens, but {len(types)} token types; fetch it again")
+            raise CheckpointError(
+                f"{self.path}: {counted(len(tokens), 'token')}, but {counted(len(types), 'token type')}; fetch it again"
+            )
         tokenizer = Tokenizer(models.BPE(vocabulary, self._merges(vocabulary)))
         tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
         tokenizer.decoder = decoders.ByteLevel()

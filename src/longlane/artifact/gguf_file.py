@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from longlane.artifact.container import map_file
 from longlane.artifact.framing import describe
-from longlane.errors import CheckpointError
+from longlane.errors import CheckpointError, counted
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -151,7 +151,7 @@ class _Cursor:
     def text(self) -> str:
         size = self.number("<Q")
         if size > len(self._data) - self._at:
-            self.fail(f"a text of {size:,} bytes does not fit")
+            self.fail(f"a text of {counted(size, 'byte')} does not fit")
         try:
             found = str(self._view[self._at : self._at + size], "utf-8")
         except UnicodeDecodeError:
@@ -190,7 +190,7 @@ class _Cursor:
     def _numbered(self, count: int, noun: str, size: int = 8) -> range:
         """Of a list whose entries take at least `size` bytes each."""
         if count > min(MOST_ENTRIES, (len(self._data) - self._at) // size):
-            self.fail(f"{count:,} {noun}s do not fit")
+            self.fail(f"there is no place for {counted(count, noun)}")
         return range(count)
 
     def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
@@ -214,7 +214,7 @@ class _Cursor:
             if offset != end:
                 self.fail(f"it is said to begin at {start + offset:,} instead")
             if size > len(self._data) - self._at:
-                self.fail(f"its {size:,} bytes do not fit")
+                self.fail(f"there is no place for its {counted(size, 'byte')}")
             values = self._data[self._at : self._at + size].reshape(*shape[:-1], row_bytes)
             found[name] = GgufTensor(name, type, shape, values)
             end += -(-size // alignment) * alignment
@@ -224,7 +224,7 @@ class _Cursor:
         """Type, shape, and where the data begins behind the table."""
         dimensions = self.number("<I")
         if not 1 <= dimensions <= MOST_DIMENSIONS:
-            self.fail(f"{dimensions:,} dimensions, not 1 to {MOST_DIMENSIONS}")
+            self.fail(f"{counted(dimensions, 'dimension')}, not 1 to {MOST_DIMENSIONS}")
         shape = tuple(reversed([self.number("<Q") for _ in range(dimensions)]))
         kind, offset = self.number("<I"), self.number("<Q")
         if kind not in TYPES:

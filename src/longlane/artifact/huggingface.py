@@ -14,7 +14,7 @@ from torch import Tensor
 from longlane.artifact.framing import describe_stranger
 from longlane.artifact.side_files import json_object
 from longlane.artifact.text_config import read_json
-from longlane.errors import CheckpointError
+from longlane.errors import CheckpointError, counted
 
 INDEX = "model.safetensors.index.json"
 SIDE_FILES = (".json", ".jinja")
@@ -110,14 +110,15 @@ def _open_tensors(path: Path) -> dict[str, TensorInfo]:
         if not os.path.exists(path / name):  # unlike `Path.exists` never an error, whatever the name
             count = sum(file == name for file in listed.values())
             raise CheckpointError(
-                f"{path / name} is missing, and the index puts tensors there ({count}); fetch that shard again"
+                f"{path / name} is missing: the index puts {counted(count, 'tensor')} there; fetch that shard again"
             )
         found = _headers(path / name)
         wanted = {tensor for tensor, file in listed.items() if file == name}
         if differing := sorted(wanted ^ found.keys()):
             where = "only in the index" if differing[0] in wanted else "only in the file"
+            many = counted(len(differing), "tensor")
             raise CheckpointError(
-                f"{path / name} and {INDEX} disagree about {len(differing)} tensors ({differing[0]} is {where}); "
+                f"{path / name} and {INDEX} disagree about {many} ({differing[0]} is {where}); "
                 "fetch both again, or delete the index if the files are complete"
             )
         tensors |= found
@@ -152,9 +153,9 @@ def _headers(file: Path) -> dict[str, TensorInfo]:
             _damaged(file, f"tensor {name} is said to lie at bytes {first:,} to {last:,}, which is not its place")
         end = last
         if end > size:
-            _damaged(file, f"tensor {name} ends {end - size:,} bytes after the file")
+            _damaged(file, f"tensor {name} ends {counted(end - size, 'byte')} after the file")
     if end < size:
-        _damaged(file, f"{size - end:,} bytes at its end belong to no tensor")
+        _damaged(file, f"no tensor is in {counted(size - end, 'byte')} at its end")
     return {
         name: TensorInfo(file, entry.dtype, tuple(entry.shape), start + entry.data_offsets[0])
         for name, entry in stored.items()
@@ -168,7 +169,7 @@ def _header(file: Path, opened: BinaryIO) -> tuple[int, dict[str, _Stored]]:
         raise CheckpointError(f"{file} is {stranger[0]}; {stranger[1]}")
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 or length > min(size - 8, MOST_HEADER_BYTES):
-        _damaged(file, f"its header of {length:,} bytes does not fit into a file of {size:,}")
+        _damaged(file, f"its header of {counted(length, 'byte')} does not fit into a file of {size}")
     opened.seek(8)
     header = json_object(opened.read(length), f"{file}: its header")
     header.pop("__metadata__", None)

@@ -14,7 +14,7 @@ from longlane.artifact.inventory import SECTIONS, Section, inventory
 from longlane.artifact.layouts import FP8_ROW, LAYOUT, NVFP4
 from longlane.artifact.schema import RESOURCES, Entry
 from longlane.artifact.text_config import ARCHITECTURES, LAYER_TYPES, LLAMA
-from longlane.errors import CheckpointError
+from longlane.errors import CheckpointError, counted
 
 SHOWN = 3
 # Components with a configuration of their own, and one that has every member it needs.
@@ -197,7 +197,7 @@ def _unknown_formats(artifact: Artifact) -> list[str]:
     if not unknown:
         return []
     names = sorted({str(entry.format) for entry in unknown})
-    return [f"{_count(len(unknown), 'tensor')} in unknown formats ({', '.join(names)}), first {unknown[0].name!r}"]
+    return [f"{counted(len(unknown), 'tensor')} in unknown formats ({', '.join(names)}), first {unknown[0].name!r}"]
 
 
 def _unknown_architecture(config: dict[str, Any]) -> list[str]:
@@ -223,7 +223,7 @@ def _incomplete(artifact: Artifact, config: dict[str, Any]) -> list[str]:
             known |= shapes.keys()
     others = tuple(f"{name}/" for name in (*OTHERS, "dflash"))
     if extra := [name for name in artifact.parameters if name not in known and not name.startswith(others)]:
-        found.append(f"{_count(len(extra), 'tensor')} that no layer uses: {_first(extra)}")
+        found.append(f"{counted(len(extra), 'tensor')} that no layer uses: {_first(extra)}")
     return found
 
 
@@ -262,13 +262,13 @@ def _differences(artifact: Artifact, items: dict[str, tuple[int, ...]], section:
     missing = [name for name in items if name not in artifact.parameters]
     if missing:
         whole = "" if section == "text" else f"; '{section}' is all or nothing"
-        return [f"{_count(len(missing), 'tensor')} of {len(items)} missing from '{section}': {_first(missing)}{whole}"]
+        return [f"{counted(len(missing), 'tensor')} of {len(items)} missing from '{section}': {_first(missing)}{whole}"]
     if section == "draft_head":
         return []
     wrong = [name for name, shape in items.items() if _elements(artifact, name) != prod(shape)]
     if wrong:
         return [
-            f"{_count(len(wrong), 'tensor')} of '{section}' differ in shape from the configuration: {_first(wrong)}"
+            f"{counted(len(wrong), 'tensor')} of '{section}' differ in shape from the configuration: {_first(wrong)}"
         ]
     return []
 
@@ -280,7 +280,3 @@ def _elements(artifact: Artifact, name: str) -> int:
 
 def _first(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (" ..." if len(names) > SHOWN else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

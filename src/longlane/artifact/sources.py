@@ -10,7 +10,7 @@ from typing import Any
 
 from longlane.artifact.huggingface import Checkpoint
 from longlane.artifact.text_config import MOST, MOST_REPEATED, is_count
-from longlane.errors import CheckpointError
+from longlane.errors import CheckpointError, counted
 
 Shapes = dict[str, tuple[int, ...]]
 HEAD = "lm_head.weight"
@@ -174,8 +174,8 @@ def check(checkpoint: Checkpoint, expected: Shapes, tied: bool = False) -> None:
         extra.remove(HEAD)
     if extra:
         raise CheckpointError(
-            f"{checkpoint.tensors[extra[0]].file}: {len(extra)} tensors that config.json does not account for "
-            f"({extra[0]}); use the config.json this checkpoint was saved with, or remove the tensors"
+            f"{checkpoint.tensors[extra[0]].file}: {counted(len(extra), 'tensor')} that config.json does not account "
+            f"for ({extra[0]}); use the config.json this checkpoint was saved with, or remove the tensors"
         )
 
 

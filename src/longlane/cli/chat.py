@@ -21,7 +21,7 @@ from longlane.api.usage import milliseconds, rate, timings
 from longlane.cli.options import MODEL, pick, pick_engine, takes
 from longlane.cli.session import LoadingBars, open_session
 from longlane.config import EngineConfig, ServerConfig
-from longlane.errors import ConfigError, LonglaneError
+from longlane.errors import ConfigError, LonglaneError, counted
 
 T = TypeVar("T")
 
@@ -172,7 +172,7 @@ class Screen:
             begun = "" if self._hide_thinking else "\n"
             note = f"{begun}longlane: {unanswered(ended, max_tokens)}"
         elif t.control_tokens:
-            note = f"longlane: --default-thinking-budget ended the thoughts after {t.thinking_tokens} tokens"
+            note = f"longlane: --default-thinking-budget ended the thoughts after {counted(t.thinking_tokens, 'token')}"
         lines = ["", note, summary(ended)] if note else ["", summary(ended)]
         self._console.print("\n".join(lines), soft_wrap=True, markup=False)
 
@@ -208,8 +208,8 @@ def summary(ended: Ended) -> str:
     return " | ".join(
         [
             f"TTFT {milliseconds(t['ttft_ms'])}",
-            f"prefill {prefill} ({t['prompt_n']} tokens)",
-            f"decode {decode} ({t['predicted_n']} tokens)",
+            f"prefill {prefill} ({counted(t['prompt_n'], 'token')})",
+            f"decode {decode} ({counted(t['predicted_n'], 'token')})",
             f"finish {ended.reason}",
         ]
     )

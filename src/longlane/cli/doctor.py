@@ -16,7 +16,7 @@ from longlane.cli.tables import human_bytes, print_plan
 from longlane.config import EngineConfig
 from longlane.engine.planning import free_bytes, placed_weights, plan_request
 from longlane.engine.startup import choose_device
-from longlane.errors import PlanError
+from longlane.errors import PlanError, counted
 from longlane.kernels.selftest import Check, checks
 from longlane.memory.planner import make_plan
 from longlane.models.registry import cache_spec
@@ -85,7 +85,7 @@ def _print_machine(machine: dict[str, Any], console: Console) -> None:
     versions = ", ".join(f"{name} {machine[name] or '-'}" for name in ("longlane", "python", "torch", "triton"))
     console.print(versions)
     memory = f"{human_bytes(machine['memory_available_bytes'])} of {human_bytes(machine['memory_bytes'])} free"
-    console.print(f"{machine['platform']}, {machine['cpu_cores']} cores, {memory}", soft_wrap=True)
+    console.print(f"{machine['platform']}, {counted(machine['cpu_cores'], 'core')}, {memory}", soft_wrap=True)
     console.print(machine["driver"] or "no NVIDIA driver", soft_wrap=True)
     for card in machine["cards"]:
         told = ", ".join(f"{name} {value}" for name, value in card.items() if value is not None and name != "name")

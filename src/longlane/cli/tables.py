@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
+from longlane.errors import counted
 from longlane.types import MemoryPlan
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -20,9 +21,10 @@ def print_plan(plan: MemoryPlan, console: Console | None = None) -> None:
     free = plan.device_bytes - sum(pool.bytes for pool in plan.pools)
     table.add_row("not used", human_bytes(free))
     console.print(table)
+    each = "it is guaranteed" if plan.lanes == 1 else "with all of them full each is guaranteed"
     console.print(
-        f"KV: {plan.kv_tokens:,} tokens ({plan.kv_dtype}) for {plan.lanes} lane{'s' * (plan.lanes > 1)} of up to "
-        f"{plan.max_context:,}; each is guaranteed {plan.guaranteed_context:,} with all lanes full.",
+        f"KV: {plan.kv_tokens:,} tokens ({plan.kv_dtype}) for {counted(plan.lanes, 'lane')} of up to "
+        f"{plan.max_context:,}; {each} {plan.guaranteed_context:,}.",
         highlight=False,
     )
 

@@ -3,7 +3,7 @@
 No torch here: the API asks too, before it does any work of its own.
 """
 
-from longlane.errors import EngineError, LonglaneError, RequestError
+from longlane.errors import EngineError, LonglaneError, RequestError, counted
 from longlane.types import Failed, Request
 
 
@@ -16,7 +16,7 @@ def check_queue(running: int, waiting: int, lanes: int, max_pending: int) -> Non
     """Raises `EngineError` (429) when one more request would be too many."""
     if is_overloaded(running, waiting, lanes, max_pending):
         raise EngineError(
-            f"{running} requests run and {waiting} wait, which is all this server takes "
+            f"this server answers {counted(running, 'request')} and has {waiting} waiting, which is all it takes "
             f"(--max-concurrency {lanes}, --max-pending-requests {max_pending}); try again later",
             code="server_overloaded",
             status=429,

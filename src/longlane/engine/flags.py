@@ -16,9 +16,10 @@ CARD = "a card"
 
 def check_flags(config: EngineConfig) -> None:
     """Raises `ConfigError` for a flag that the others leave without effect, and names those it needs."""
-    for flag, need in _unserved(config):
-        cure = f"leave {flag} out" if need == CARD else f"add that, or leave {flag} out"
-        raise ConfigError(f"{flag} has no effect without {need}; {cure}")
+    for flag, missing in _unserved(config):
+        add = "add it" if len(missing) == 1 else "add them"
+        cure = f"leave {flag} out" if missing == [CARD] else f"{add}, or leave {flag} out"
+        raise ConfigError(f"{flag} has no effect without {_listed(missing)}; {cure}")
 
 
 def needs_host(config: EngineConfig) -> bool:
@@ -26,11 +27,12 @@ def needs_host(config: EngineConfig) -> bool:
     return len(_unserved(replace(config, host_kv_mib=0))) > len(_unserved(config))
 
 
-def _unserved(config: EngineConfig) -> list[tuple[str, str]]:
-    """Flags without effect, and what each needs."""
-    reuse = config.prefix_reuse
-    # None is a default that depends on the device.
-    tiers = reuse and config.host_kv_mib != 0
+def _listed(things: list[str]) -> str:
+    return things[0] if len(things) == 1 else f"{', '.join(things[:-1])} and {things[-1]}"
+
+
+def _unserved(config: EngineConfig) -> list[tuple[str, list[str]]]:
+    """Flags without effect, and what is missing for each."""
     default = EngineConfig(model=config.model)
 
     def changed(name: str) -> bool:
@@ -39,25 +41,36 @@ def _unserved(config: EngineConfig) -> list[tuple[str, str]]:
     anchors, gib = changed("auto_long_anchors"), changed("disk_cache_gib")
     inside = changed("max_long_anchors_per_continuation")
 
-    card = config.device != "cpu"
-    parted = "two lanes, --cuda-graph, --overlap and a --decode-floor above 0" if card else CARD
+    card = [(CARD, config.device != "cpu")]
+    beside = [
+        ("--max-concurrency 2 or more", config.max_concurrency > 1),
+        ("--cuda-graph", config.cuda_graph),
+        ("--overlap", config.overlap),
+        ("--decode-floor above 0", config.decode_floor > 0),
+    ]
+    drafts = [("--spec mtp or lookup", config.spec != "off")]
+    reuse = [("--prefix-reuse", config.prefix_reuse)]
+    # None is a default that depends on the device.
+    tiers = [*reuse, ("--host-kv-mib above 0", config.host_kv_mib != 0)]
     needs = (
-        ("--cuda-graph", _on(config, "cuda_graph"), card, CARD),
-        ("--overlap", _on(config, "overlap"), card, CARD),
-        ("--concurrent-prefill", _on(config, "concurrent_prefill"), card and concurrent(config), parted),
-        ("--draft-tokens", config.draft_tokens, config.spec != "off", "--spec mtp or lookup"),
-        ("--lm-head-draft", config.lm_head_draft, "mtp" in config.spec, "--spec mtp, whose drafts it is for"),
-        ("--device-state-slots", config.device_state_slots, reuse, "--prefix-reuse"),
-        ("--host-kv-mib", config.host_kv_mib, reuse, "--prefix-reuse"),
-        ("--host-state-slots", config.host_state_slots, tiers, "--prefix-reuse and --host-kv-mib"),
-        ("--max-private-continuations", config.max_private_continuations, tiers, "--prefix-reuse and --host-kv-mib"),
-        ("--max-shared-prefixes", config.max_shared_prefixes, tiers, "--prefix-reuse and --host-kv-mib"),
-        ("--auto-long-anchors", anchors, reuse, "--prefix-reuse"),
-        ("--disk-cache-gib", gib, config.disk_cache, "--disk-cache"),
-        ("--max-long-anchors-per-continuation", inside, tiers, "--prefix-reuse and --host-kv-mib"),
-        ("--disk-cache", config.disk_cache, tiers, "--prefix-reuse and --host-kv-mib, through which all of it passes"),
+        ("--cuda-graph", _on(config, "cuda_graph"), card),
+        ("--overlap", _on(config, "overlap"), card),
+        ("--concurrent-prefill", _on(config, "concurrent_prefill"), card),
+        ("--concurrent-prefill", _on(config, "concurrent_prefill"), beside),
+        ("--draft-tokens", config.draft_tokens, drafts),
+        ("--lm-head-draft", config.lm_head_draft, [("--spec mtp, whose drafts it is for", "mtp" in config.spec)]),
+        ("--device-state-slots", config.device_state_slots, reuse),
+        ("--host-kv-mib", config.host_kv_mib, reuse),
+        ("--host-state-slots", config.host_state_slots, tiers),
+        ("--max-private-continuations", config.max_private_continuations, tiers),
+        ("--max-shared-prefixes", config.max_shared_prefixes, tiers),
+        ("--auto-long-anchors", anchors, reuse),
+        ("--disk-cache-gib", gib, [("--disk-cache", bool(config.disk_cache))]),
+        ("--max-long-anchors-per-continuation", inside, tiers),
+        ("--disk-cache", config.disk_cache, tiers),
     )
-    return [(flag, need) for flag, asked, served, need in needs if asked and not served]
+    unmet = [(flag, [need for need, met in wanted if not met]) for flag, asked, wanted in needs if asked]
+    return [(flag, missing) for flag, missing in unmet if missing]
 
 
 def check_model_flags(config: EngineConfig, text: dict[str, Any], path: Path | None) -> None:

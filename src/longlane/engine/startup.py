@@ -27,7 +27,7 @@ from longlane.engine.planning import (
 )
 from longlane.engine.runner import Runner
 from longlane.engine.steps import Limits
-from longlane.errors import ConfigError, EngineError
+from longlane.errors import ConfigError, EngineError, counted
 from longlane.layers.batch import Caches, new_caches
 from longlane.memory.arena import Arena
 from longlane.memory.disk import Disk, fingerprint
@@ -132,7 +132,9 @@ def choose_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device {name} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"--device {name}: this machine shows {torch.cuda.device_count()} CUDA devices; use cpu")
+        raise ConfigError(
+            f"--device {name}: this machine shows {counted(torch.cuda.device_count(), 'CUDA device')}; use cpu"
+        )
     return device
 
 

@@ -15,7 +15,7 @@ import zmq
 from longlane.config import EngineConfig, FaultPolicy, cache_dir
 from longlane.engine.child import EngineProcess, describe_exit
 from longlane.engine.faults import Fault, environment, write_report
-from longlane.errors import EngineError
+from longlane.errors import EngineError, counted
 from longlane.types import ENGINE_FAULT, Fatal, FromEngine, Ready, Shutdown, ToEngine
 
 EngineState = Literal["loading", "ready", "restarting", "dead"]
@@ -255,9 +255,9 @@ class Supervisor:
 def _circumstances(config: EngineConfig, step: dict[str, Any] | None) -> str:
     """What else was on in the run that died, and how wide its last step was."""
     spec = "drafting off" if config.spec == "off" else f"drafting {config.spec}"
-    width = f"last step {step.get('kind')} of {step.get('rows')} rows" if step else "no step yet"
+    width = f"last step {step.get('kind')} of {counted(step['rows'], 'row')}" if step else "no step yet"
     width += " beside a chunk" if step and step.get("chunk") else ""
-    return f"{config.max_concurrency} lanes, {spec}, {width}"
+    return f"{counted(config.max_concurrency, 'lane')}, {spec}, {width}"
 
 
 def not_serving(state: EngineState) -> EngineError:

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from longlane.errors import RequestError
+from longlane.errors import RequestError, counted
 from longlane.memory.lease import Lease, pages_for, stops_of
 from longlane.memory.pages import PagePool
 from longlane.memory.plan import PAGE
@@ -89,8 +89,9 @@ class Memory:
         bound, flag = (pool, "--kv-capacity") if pool < self._max_context else (self._max_context, "--max-context")
         room = bound - prompt_tokens
         if room < min(1, max_new):
+            tokens = counted(prompt_tokens, "token")
             raise RequestError(
-                f"the prompt has {prompt_tokens} tokens; prompt and answer together may have {bound} ({flag})",
+                f"the prompt has {tokens}; prompt and answer together may have {bound} ({flag})",
                 code="context_length_exceeded",
             )
         return min(max_new, room)

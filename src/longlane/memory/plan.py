@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any
 
 from longlane.config import GdnState, SpecMode
-from longlane.errors import PlanError
+from longlane.errors import PlanError, counted
 from longlane.kernels import layout
 from longlane.kernels.attention.limits import PARTS, SEGMENT
 from longlane.kernels.kv_codec.layout import RAW_BYTES, vector_bytes
@@ -156,12 +156,13 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
     if spec.gdn_layers:
         images, image = req.lanes + req.state_slots + 1, state_bytes(spec, req.dtype, req.gdn_state)
         per_image = f"{image / MIB:.1f} MiB ({req.gdn_state})"
-        note = f"{images} images of {per_image}: {req.lanes} lanes, {req.state_slots} spare, 1 scratch"
+        lanes = counted(req.lanes, "lane")
+        note = f"{counted(images, 'image')} of {per_image}: {lanes}, {req.state_slots} spare, 1 scratch"
         pools.append(Pool(name="recurrent state", bytes=images * image, note=note))
     if req.draft_tokens and spec.gdn_layers:
         size = req.lanes * columns * record_bytes(spec, req.dtype)
-        pools.append(Pool(name="verify records", bytes=size, note=f"{columns} columns a lane"))
-    note = f"chunk of {chunk_tokens(req)} tokens, decode logits"
+        pools.append(Pool(name="verify records", bytes=size, note=f"{counted(columns, 'column')} a lane"))
+    note = f"chunk of {counted(chunk_tokens(req), 'token')}, decode logits"
     pools.append(Pool(name="workspace", bytes=workspace_bytes(req), note=note))
     if req.host_arena:
         size = max(STAGED_PAGES * page_bytes(spec, req.kv_dtype), state_bytes(spec, req.dtype, req.gdn_state))
@@ -169,14 +170,18 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
     if req.vision_tokens:
         size = ceil(req.vision_tokens / 1024) * VISION_BYTES_PER_KTOKEN
         pools.append(
-            Pool(name="vision workspace", bytes=size, note=f"up to {req.vision_tokens} image tokens a request")
+            Pool(
+                name="vision workspace",
+                bytes=size,
+                note=f"up to {counted(req.vision_tokens, 'image token')} a request",
+            )
         )
     if req.graphs:
         graphs = captured_graphs(req)
         # Logits as the head leaves them, and widened; tokens in the order of a draw.
         size = graphs * GRAPH_BYTES + GRAPH_POOL_BYTES + decode_parts(req) + req.lanes * columns * req.vocab_size * 10
         size += PARTED_BYTES if req.concurrent else 0
-        pools.append(Pool(name="CUDA graphs", bytes=size, note=f"{graphs} graphs and what they work in"))
+        pools.append(Pool(name="CUDA graphs", bytes=size, note=f"{counted(graphs, 'graph')} and what they work in"))
     if req.driver_bytes:
         pools.append(Pool(name="driver", bytes=req.driver_bytes, note="context and libraries, an allowance"))
     pools.append(Pool(name="reserve", bytes=req.reserve_bytes, note="kept free"))

@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from longlane.config import MAX_LANES
-from longlane.errors import PlanError
+from longlane.errors import PlanError, counted
 from longlane.kernels.kv_codec.layout import CODECS, GROUP, divides
 from longlane.memory.plan import MIB, PAGE, PlanRequest, chunk_tokens, fixed_pools, page_bytes, sized
 from longlane.types import MemoryPlan, Pool
@@ -37,7 +37,7 @@ def make_plan(req: PlanRequest, *, keep_host: bool = False) -> MemoryPlan:
     if fits < least:
         raise PlanError(_refusal(req, fits, least, keep_host=keep_host))
     pages = min(wanted, fits)
-    kv_note = f"{pages} pages of {PAGE} tokens, {page // PAGE:,} B a token ({req.kv_dtype})"
+    kv_note = f"{counted(pages, 'page')} of {PAGE} tokens, {page // PAGE:,} B a token ({req.kv_dtype})"
     pools.insert(len(req.weights), Pool(name="KV pages", bytes=(pages + 1) * page, note=kv_note))
     return MemoryPlan(
         device_bytes=req.device_bytes,

@@ -151,7 +151,7 @@ CASES: dict[str, tuple[Breakage, str, str]] = {
         "model.safetensors",
         "dtype F8_E4M3",
     ),
-    "shard missing": (lambda p: (p / OTHER).unlink(), OTHER, "is missing, and the index puts"),
+    "shard missing": (lambda p: (p / OTHER).unlink(), OTHER, "is missing: the index puts"),
     "shard cut": (cut(SHARD), SHARD, "not a whole safetensors file"),
     "index and files disagree": (move_in_index, SHARD, "model.not_there.weight is only in the index"),
     "index not JSON": (cut(INDEX), INDEX, "is not JSON"),

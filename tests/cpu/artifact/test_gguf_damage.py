@@ -139,10 +139,10 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda data: data[:4] + data[7:3:-1] + data[8:],
         "reads little-endian files of version 2",
     ),
-    "endless settings": (lambda data: data[:16] + HUGE + data[24:], "9,223,372,036,854,775,808 settings do not fit"),
-    "endless tensors": (lambda data: data[:8] + HUGE + data[16:], "9,223,372,036,854,775,808 tensors do not fit"),
+    "endless settings": (lambda data: data[:16] + HUGE + data[24:], "no place for 9223372036854775808 settings"),
+    "endless tensors": (lambda data: data[:8] + HUGE + data[16:], "no place for 9223372036854775808 tensors"),
     "an endless text": (after("general.architecture", HUGE, 4), "setting general.architecture, byte"),
-    "an endless list": (after("tokenizer.ggml.tokens", HUGE, 8), "9,223,372,036,854,775,808 texts do not fit"),
+    "an endless list": (after("tokenizer.ggml.tokens", HUGE, 8), "no place for 9223372036854775808 texts"),
     "lists of lists": (after("tokenizer.ggml.tokens", U32[9], 4), "type 9 of a list's values is unknown"),
     "an unknown type": (after("llama.block_count", U32[77]), "type 77 of a value is unknown"),
     "another type": (after("llama.block_count", U32[6]), "llama.block_count is 2.8"),
@@ -173,7 +173,7 @@ def test_a_list_longer_than_any_vocabulary_is_not_followed(tmp_path: Path) -> No
     path.write_bytes(after("tokenizer.ggml.tokens", (1 << 25).to_bytes(8, "little"), 8)(whole()))
     with path.open("r+b") as file:
         file.truncate(1 << 29)
-    with pytest.raises(CheckpointError, match="33,554,432 texts do not fit"):
+    with pytest.raises(CheckpointError, match="no place for 33554432 texts"):
         GgufFile(path)
 
 

@@ -129,7 +129,19 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: py
         ),
         (
             ["plan", "tiny", "--concurrent-prefill"],
-            "--concurrent-prefill has no effect without two lanes, --cuda-graph",
+            "--concurrent-prefill has no effect without --max-concurrency 2 or more; add it, or leave",
+        ),
+        (
+            ["plan", "tiny", "--concurrent-prefill", "--no-overlap", "--max-concurrency", "2", "--decode-floor", "0"],
+            "--concurrent-prefill has no effect without --overlap and --decode-floor above 0; add them, or leave",
+        ),
+        (
+            ["serve", "tiny", "--no-prefix-reuse", "--host-kv-mib", "0", "--max-shared-prefixes", "3"],
+            "--max-shared-prefixes has no effect without --prefix-reuse and --host-kv-mib above 0; add them",
+        ),
+        (
+            ["serve", "tiny", "--no-prefix-reuse", "--max-shared-prefixes", "3"],
+            "--max-shared-prefixes has no effect without --prefix-reuse; add it, or leave --max-shared-prefixes out",
         ),
         (["convert", "tiny", "x", "--draft-counts", __file__, "--draft-text", __file__], "leave one of them out"),
     ],
