@@ -146,7 +146,7 @@ def _norm(x: Tensor, delta: Tensor, weight: Tensor, total: Tensor, out: Tensor, 
     block, pdl = triton.next_power_of_2(size), properties(x).dependent_launch
     _add_rms_norm[(rows,)](
         x, delta, weight, total, out, x.stride(0), delta.stride(-2), delta.stride(0), size, eps,
-        PARTS=parts, BLOCK=block, PDL=pdl, num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
+        PARTS=parts, BLOCK=block, PDL=pdl, num_warps=min(8, max(1, block // 512)), launch_pdl=pdl,
     )  # fmt: skip
 
 
