@@ -106,7 +106,8 @@ class Flights:
     def hold(self, job: Job) -> bool:
         """Whether something that runs writes to what `job` holds."""
         chunks = [chunk.job for chunk in (self.chunk, self.beside) if chunk]
-        return job in chunks or any(job in round.jobs for round in (self.round, self.behind) if round)
+        # The round behind has no others.
+        return job in chunks or (self.round is not None and job in self.round.jobs)
 
     def launch_round(self, jobs: Sequence[Job], now: float) -> None:
         """Every job's last token and its drafts, verified together."""

@@ -236,11 +236,9 @@ class Engine:
             and round is not None
             # What is drafted depends on the tokens, and what stands of it on more than those.
             and self._speculator is None
-            # A chunk beside it ends at the end of a round, and changes who has which part of the card.
-            and self._flights.beside is None
             # Who is to leave does so when nothing writes to what it holds.
             and not self._cancelled
-            # Nobody has ended, and nobody has a prompt to be computed or brought back.
+            # Nobody has ended, and nobody has a prompt to be computed, be it beside the rounds, or brought back.
             and self._planned.prefill is None
             and len(running) == len(round.jobs) == len(round.seats())
             and all(map(may_follow, round.jobs))
