@@ -122,28 +122,33 @@ def attention(
 
 def attention_mix(
     route: Callable[[str], ModuleType], lengths: tuple[int, ...], context: tuple[int, ...],
-    heads: tuple[int, int, int], device: str, dtype: torch.dtype, *, normed: bool = True, codec: str = "",
+    heads: tuple[int, int, int], device: str, dtype: torch.dtype, *, plain: bool = False, codec: str = "",
     pages: int = 7,
 ) -> None:  # fmt: skip
-    """Norms, rotation, append and attention of short rows together are what the operations are one by one, bit for bit,
-    in the pages too: those of other tokens are as they were. `route` gives the module of an operation."""
+    """Norms, rotation, append, attention and gate together are what the operations are one by one, bit for bit, in the
+    pages too: those of other tokens are as they were. `route` gives the module of an operation. `plain` has
+    neither norms nor gate."""
     query_heads, kv_heads, size = heads
     rows = rows_on(device, lengths, context, pages)
     got_pages = filled_pages(lengths, context, kv_heads, size, device, codec or RAW[dtype], pages)
     want_pages = deepcopy(got_pages)
-    fused = torch.randn(rows.tokens, query_heads + 2 * kv_heads + 1, size, device=device).to(dtype)
-    q, k, v, _ = fused.split_with_sizes([query_heads, kv_heads, kv_heads, 1], dim=1)
+    fused = torch.randn(rows.tokens, 2 * query_heads + 2 * kv_heads, size, device=device).to(dtype)
+    q, k, gate, v = fused.split_with_sizes([query_heads, kv_heads, query_heads, kv_heads], dim=1)
     angle = torch.randn(rows.tokens, size // 4, device=device)
-    weights = torch.randn(2, size, device=device) if normed else (None, None)
+    weights = torch.randn(2, size, device=device) if not plain else (None, None)
     rotation = Rotation(angle.cos(), angle.sin(), *weights, EPS)
     some = {"scale": size**-0.5, "first_slot": 1}
-    got = route("attention").mix(q, k, v, rotation, got_pages, rows, **some)
+    got = route("attention").mix(q, k, v, rotation, got_pages, rows, **some, gate=None if plain else gate)
     turned, keys = route("norm_rope").qk_norm_rope(q, k, rotation.cos, rotation.sin, *weights, EPS)
     route("kv_codec").append(want_pages, keys, v, rows)
     for a, b in zip(got_pages.planes(), want_pages.planes(), strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    assert torch.equal(got, route("attention").attend(turned, want_pages, rows, **some))
-    assert_close(got, naive_attention.attend(turned, want_pages, rows, **some), dtype)
+    want, exact = (op.attend(turned, want_pages, rows, **some) for op in (route("attention"), naive_attention))
+    if not plain:
+        want = route("norm_rope").sigmoid_gate(want.flatten(1), gate.flatten(1)).view(want.shape)
+        exact = naive_norm.sigmoid_gate(exact, gate)
+    assert torch.equal(got, want)
+    assert_close(got, exact, dtype)
 
 
 def columns_of_attention_are_independent(

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from longlane.kernels import attention, kv_codec, norm_rope
 from longlane.kernels.attention import Rotation
-from longlane.kernels.chain import Gated
 from longlane.layers.batch import Caches, Step
 from longlane.layers.linear import Linear
 from longlane.layers.parameters import Parameters
@@ -50,11 +49,11 @@ class GatedAttention:
         self.key_norm = params.vector("key_norm") + 1
         self.output = Linear.of(params, "output")
 
-    def core(self, projected: Tensor, step: Step, caches: Caches) -> Gated:
+    def core(self, projected: Tensor, step: Step, caches: Caches) -> Tensor:
         q, k, gate, v = self._split(projected)
         rotation = Rotation(step.cos, step.sin, self.query_norm, self.key_norm, self.eps)
         some = {"scale": self.heads.dim**-0.5, "first_slot": self.first_slot}
-        return Gated(attention.mix(q, k, v, rotation, caches.kv[self.index], step.rows, **some), gate)
+        return attention.mix(q, k, v, rotation, caches.kv[self.index], step.rows, **some, gate=gate).flatten(1)
 
     def append(self, projected: Tensor, step: Step, caches: Caches) -> None:
         """Write the keys and values alone."""

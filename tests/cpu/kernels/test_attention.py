@@ -1,10 +1,12 @@
 """The CPU route of paged attention against its oracle."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
 from longlane.kernels import kv_codec
-from longlane.kernels.attention import cpu, naive
+from longlane.kernels.attention import Rotation, cpu, naive
 from support.rows import SHAPES, make_rows
 
 HEADS, KV_HEADS, DIM = 6, 2, 32
@@ -40,6 +42,19 @@ def test_a_query_with_nothing_to_see_gets_zeros():
     result = cpu.attend(q, pages, rows, scale=0.2, first_slot=1)
     assert not result[0].any()
     torch.testing.assert_close(result[1], pages.v[rows.page[1], :, rows.offset[1]].repeat_interleave(3, 0))
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_a_mix_equals_the_oracle(gated):
+    rows = make_rows((3, 1), (62, 0))
+    q, pages = filled(rows, torch.float32)
+    k, v = torch.randn(2, rows.tokens, KV_HEADS, DIM)
+    angle, weights = torch.randn(rows.tokens, DIM // 4), torch.rand(2, DIM)
+    # The gate is a slice of a fused product.
+    gate = torch.randn(rows.tokens, 2 * HEADS, DIM)[:, HEADS:] if gated else None
+    given = (q, k, v, Rotation(angle.cos(), angle.sin(), *weights, 1e-6))
+    got, want = (op.mix(*given, deepcopy(pages), rows, scale=0.2, gate=gate) for op in (cpu, naive))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_append_writes_its_own_cells_only():

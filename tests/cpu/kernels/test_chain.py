@@ -42,14 +42,18 @@ def random_products(dtype):
     return own, exact
 
 
-def random_core(columns, dtype, *, normed):
+def random_core(columns, dtype, *, gated=True):
+    x = torch.randn(columns, HEADS, SIZE, dtype=dtype)
+    if not gated:
+        return x.flatten(1)
     # The gate is a slice of a fused product.
     gate = torch.randn(columns, 5, HEADS, SIZE, dtype=dtype)[:, 2]
-    weight = torch.rand(SIZE, dtype=wide(dtype)) + 0.5 if normed else None
-    return Gated(torch.randn(columns, HEADS, SIZE, dtype=dtype), gate, weight, EPS if normed else 0.0)
+    return Gated(x, gate, torch.rand(SIZE, dtype=wide(dtype)) + 0.5, EPS)
 
 
 def widened(first, dtype):
+    if not isinstance(first, Gated):
+        return first.to(wide(dtype))
     return Gated(first.x.to(wide(dtype)), first.gate.to(wide(dtype)), first.weight, first.eps)
 
 
@@ -61,11 +65,11 @@ def check(got, want, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("columns", [1, 3, 17, 65])
-@pytest.mark.parametrize("normed", [True, False], ids=["delta", "attention"])
-def test_a_block(columns, dtype, normed):
+@pytest.mark.parametrize("gated", [True, False], ids=["delta", "attention"])
+def test_a_block(columns, dtype, gated):
     torch.manual_seed(columns)
     own, exact = random_products(dtype)
-    stream, first = torch.randn(columns, HIDDEN, dtype=dtype), random_core(columns, dtype, normed=normed)
+    stream, first = torch.randn(columns, HIDDEN, dtype=dtype), random_core(columns, dtype, gated=gated)
     kept = stream.clone()
     got = chain.run(stream, own, first, independent=True)
     check(got, naive.run(stream.to(wide(dtype)), exact, widened(first, dtype)), dtype)
@@ -81,7 +85,7 @@ def test_the_ends_of_a_model(dtype):
     same, projected = chain.run(stream, own[3:], independent=True)
     assert torch.equal(same, stream)
     check((same, projected), naive.run(stream.to(wide(dtype)), exact[3:], None), dtype)
-    first = random_core(5, dtype, normed=True)
+    first = random_core(5, dtype)
     got = chain.run(stream, [*own[:3], last], first, independent=True)
     check(got, naive.run(stream.to(wide(dtype)), [*exact[:3], last], widened(first, dtype)), dtype)
 
@@ -90,7 +94,7 @@ def test_the_ends_of_a_model(dtype):
 def test_a_divided_chain_is_the_whole_one(run):
     torch.manual_seed(0)
     products, _ = random_products(F32)
-    stream, first = torch.randn(5, HIDDEN), random_core(5, F32, normed=True)
+    stream, first = torch.randn(5, HIDDEN), random_core(5, F32)
     options = {} if run is naive.run else {"independent": True}
     whole = run(stream, products, first, **options)
     middle, normed = run(stream, [products[0], Product((), products[1].norm)], first, **options)

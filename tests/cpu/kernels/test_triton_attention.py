@@ -71,8 +71,8 @@ def test_a_step_in_one_preparation(shape: str, codec: str) -> None:
     route_checks.attention_mix(interpreted, lengths, context, heads, "cpu", torch.float32, codec=codec)
 
 
-def test_a_step_without_norms_of_odd_heads() -> None:
-    route_checks.attention_mix(interpreted, (2, 1), (63, 0), (6, 2, 24), "cpu", torch.float32, normed=False)
+def test_a_plain_step_of_odd_heads() -> None:
+    route_checks.attention_mix(interpreted, (2, 1), (63, 0), (6, 2, 24), "cpu", torch.float32, plain=True)
 
 
 @pytest.mark.parametrize("codec", ["float32", "rk4v4"])

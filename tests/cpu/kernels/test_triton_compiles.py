@@ -63,8 +63,8 @@ with compiling(card, modules) as compiled:
             attention.attend(zeros(n, 24, 256), pages, rows, scale=0.1)
             if n < 70:
                 rotation = Rotation(torch.zeros(n, 32), torch.zeros(n, 32), weight, weight, 1e-6)
-                fused = zeros(n, 32, 256).split([24, 4, 4], dim=1)
-                attention.mix(*fused, rotation, pages, rows, scale=0.1)
+                q, k, gate, v = zeros(n, 56, 256).split([24, 4, 24, 4], dim=1)
+                attention.mix(q, k, v, rotation, pages, rows, scale=0.1, gate=gate)
         record = Record(zeros(n, 10240), zeros(n, 10240), zeros(n, 48), zeros(n, 48))
         gates = (record.a, record.b, torch.zeros(48), torch.zeros(48))
         state, history = torch.zeros(4, 48, 128, 128), zeros(4, 4, 10240)

@@ -23,9 +23,10 @@ def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot:
 
 def mix(
     q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, pages: KVPages, rows: Ragged, *, scale: float,
-    first_slot: int = 0,
+    first_slot: int = 0, gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`attend` of a step's turned queries q [N, heads, head_dim], whose turned keys k and values v [N, kv_heads,
-    head_dim] are first stored at the pages and offsets of `rows`."""
-    y = route("attention", q).mix(q, k, v, rotation, pages, rows, scale=scale, first_slot=first_slot)
+    head_dim] are first stored at the pages and offsets of `rows`; times sigmoid(gate), of the shape of q and dense
+    within a token, where there is one."""
+    y = route("attention", q).mix(q, k, v, rotation, pages, rows, scale=scale, first_slot=first_slot, gate=gate)
     return cast(Tensor, y)

@@ -12,12 +12,13 @@ from longlane.kernels.ragged import Ragged
 
 def mix(
     q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, pages: KVPages, rows: Ragged, *, scale: float,
-    first_slot: int = 0,
+    first_slot: int = 0, gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     r = rotation
     q, k = naive_norm.qk_norm_rope(q, k, r.cos, r.sin, r.q_weight, r.k_weight, r.eps)
     kv_codec.append(pages, k, v, rows)
-    return attend(q, pages, rows, scale=scale, first_slot=first_slot)
+    out = attend(q, pages, rows, scale=scale, first_slot=first_slot)
+    return out if gate is None else naive_norm.sigmoid_gate(out, gate)
 
 
 def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot: int = 0) -> Tensor:

@@ -25,13 +25,13 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit(do_not_specialize=["origin"])
 def _join(
-    partial, peaks, masses, starts, contexts, out, origin,
+    partial, peaks, masses, starts, contexts, gate, out, origin, gate_stride,
     HEADS: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    UNIT: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of 64 values of one token and head, in order, if the row has LEAST to MOST new tokens. A part
     begins at page UNIT x its number and has something for a token that is at or past it. The first token that has parts
-    is `origin`."""
+    is `origin`. GATED: what comes out is rounded, then multiplied by the sigmoid of `gate`."""
     column, head, row = tl.program_id(0), tl.program_id(1) % HEADS, tl.program_id(2)
     start = tl.load(starts + row)
     length = tl.load(starts + row + 1) - start
@@ -58,23 +58,28 @@ def _join(
     acc = acc / tl.where(mass > 0, mass, 1.0)
     if ROTATED:
         acc = tl.reshape(hadamard(tl.reshape(acc, [1, 64]), 1, 64), [64])
-    target = out + ((start + column).to(tl.int64) * HEADS + head) * D + d
-    tl.store(target, acc.to(out.dtype.element_ty), mask=d < D)
+    token, y = (start + column).to(tl.int64), acc.to(out.dtype.element_ty)
+    if GATED:
+        g = tl.load(gate + token * gate_stride + head * D + d, mask=d < D, other=0.0).to(tl.float32)
+        y = (y.to(tl.float32) / (1 + tl.exp(-g))).to(y.dtype)
+    tl.store(out + (token * HEADS + head) * D + d, y, mask=d < D)
 
 
 def mix(
     q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, pages: KVPages, rows: Ragged, *, scale: float,
-    first_slot: int = 0,
+    first_slot: int = 0, gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     assert scale > 0
     assert all(plane.is_contiguous() for plane in pages.planes())
+    assert gate is None or (gate.shape == q.shape and gate.stride()[1:] == (q.shape[2], 1)), "gate"
     if max(rows.lengths()) <= short.SHORT:
         prepared = prepare(q, k, v, rotation, pages, rows)
-        return _short(prepared, pages, rows, torch.empty_like(prepared), scale=scale, first_slot=first_slot)
+        return _short(prepared, pages, rows, torch.empty_like(prepared), gate, scale=scale, first_slot=first_slot)
     r = rotation
     q, k = norm_rope.qk_norm_rope(q, k, r.cos, r.sin, r.q_weight, r.k_weight, r.eps)
     kv_codec.append(pages, k, v, rows)
-    return attend(q, pages, rows, scale=scale, first_slot=first_slot)
+    out = attend(q, pages, rows, scale=scale, first_slot=first_slot)
+    return out if gate is None else norm_rope.sigmoid_gate(out.flatten(1), gate.flatten(1)).view(out.shape)
 
 
 def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot: int = 0) -> Tensor:
@@ -86,7 +91,7 @@ def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot:
     out = torch.empty(tokens, heads, size, dtype=q.dtype, device=q.device)
     if min(lengths) <= short.SHORT:
         turned = decode.rotate(pages.codec, q) if pages.codec in ROTATED_K else q
-        _short(turned, pages, rows, out, scale=scale, first_slot=first_slot)
+        _short(turned, pages, rows, out, None, scale=scale, first_slot=first_slot)
     if max(lengths) > short.SHORT:
         some = rows.rows * kv_heads * triton.cdiv(max(lengths) * (heads // kv_heads), long.blocks(card)[0])
         count = long.parts(card, some, rows.block_table.shape[1])
@@ -94,11 +99,13 @@ def attend(q: Tensor, pages: KVPages, rows: Ragged, *, scale: float, first_slot:
             q, pages, rows, out, count, shortest=short.SHORT, scale=scale * LOG2_E, first_slot=first_slot
         )
         if parts:
-            _joined(out, parts, pages, rows, 0, UNIT=0, LEAST=short.SHORT + 1, MOST=1 << 30)
+            _joined(out, parts, None, pages, rows, 0, UNIT=0, LEAST=short.SHORT + 1, MOST=1 << 30)
     return out
 
 
-def _short(q: Tensor, pages: KVPages, rows: Ragged, out: Tensor, *, scale: float, first_slot: int) -> Tensor:
+def _short(
+    q: Tensor, pages: KVPages, rows: Ragged, out: Tensor, gate: Tensor | None, *, scale: float, first_slot: int
+) -> Tensor:
     """The rows of up to SHORT tokens into out, from queries turned as the keys are."""
     heads, size = q.shape[1:]
     count = short.splits(properties(q), pages.k.shape[1], plain=pages.codec in RAW_BYTES)
@@ -108,17 +115,18 @@ def _short(q: Tensor, pages: KVPages, rows: Ragged, out: Tensor, *, scale: float
         sums = torch.empty(tokens, heads, count, size, dtype=torch.float32, device=q.device)
         parts = (sums, *torch.empty(2, tokens, heads, count, dtype=torch.float32, device=q.device))
         short.attend(q, pages, some, parts, origin, scale=scale * LOG2_E, first_slot=first_slot)
-        _joined(out, parts, pages, some, origin, UNIT=short.UNIT, LEAST=1, MOST=short.SHORT)
+        _joined(out, parts, gate, pages, some, origin, UNIT=short.UNIT, LEAST=1, MOST=short.SHORT)
     return out
 
 
 def _joined(
-    out: Tensor, parts: tuple[Tensor, Tensor, Tensor], pages: KVPages, rows: Ragged, origin: int, **shape: int
-) -> None:
+    out: Tensor, parts: tuple[Tensor, Tensor, Tensor], gate: Tensor | None, pages: KVPages, rows: Ragged, origin: int,
+    **shape: int,
+) -> None:  # fmt: skip
     heads, size = out.shape[1:]
     pdl, count = properties(out).dependent_launch, parts[1].shape[2]
     _join[(min(max(rows.lengths()), shape["MOST"]), heads * triton.cdiv(size, 64), rows.rows)](
-        *parts, rows.starts, rows.contexts, out, origin,
+        *parts, rows.starts, rows.contexts, gate, out, origin, 0 if gate is None else gate.stride(0),
         HEADS=heads, D=size, ROTATED=pages.codec in ROTATED_V, PARTS=count, BLOCK=triton.next_power_of_2(count),
-        PDL=pdl, num_warps=4, launch_pdl=pdl, **shape,
+        GATED=gate is not None, PDL=pdl, num_warps=4, launch_pdl=pdl, **shape,
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""What lies between two mixer cores: gate, output projection, residual sums and norms, feed-forward, and the input
-projection of the next mixer, as a chain of matrix products over one residual stream."""
+"""What lies between two mixer cores: gated norm, output projection, residual sums and norms, feed-forward, and the
+input projection of the next mixer, as a chain of matrix products over one residual stream."""
 
 from collections.abc import Sequence
 

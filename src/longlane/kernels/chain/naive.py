@@ -23,8 +23,6 @@ def run(stream: Tensor, products: Sequence[Product], first: Gated | Tensor | Non
 
 
 def _gate(first: Gated) -> Tensor:
-    if first.weight is None:
-        return naive.sigmoid_gate(first.x, first.gate).flatten(1)
     return naive.gated_rms_norm(first.x, first.gate, first.weight, first.eps).flatten(1)
 
 

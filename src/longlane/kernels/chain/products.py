@@ -9,16 +9,16 @@ from longlane.kernels.linear import Prepared
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gated:
-    """What a mixer's core leaves for its output projection: RMSNorm(x) * weight * SiLU(gate) over each head, or
-    x * sigmoid(gate) where `weight` [D] is None.
+    """What a core of Gated DeltaNet leaves for its output projection: RMSNorm(x) * weight [D] * SiLU(gate) over each
+    head.
 
     x [N, heads, D] is dense; gate, of the same shape, is dense within a token.
     """
 
     x: Tensor
     gate: Tensor
-    weight: Tensor | None = None
-    eps: float = 0.0
+    weight: Tensor
+    eps: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)

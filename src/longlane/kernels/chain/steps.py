@@ -27,8 +27,6 @@ def run(
 
 
 def _gate(first: Gated) -> Tensor:
-    if first.weight is None:
-        return norm_rope.sigmoid_gate(first.x.flatten(1), first.gate.flatten(1))
     return norm_rope.gated_rms_norm(first.x, first.gate, first.weight, first.eps).flatten(1)
 
 
