@@ -12,8 +12,12 @@ WeightsMode = Literal["auto", "groupwise-int", "int8", "bf16"]
 SpecMode = Literal["off", "mtp", "lookup", "mtp+lookup"]
 OnFault = Literal["safe", "same", "stop"]
 
-# The decode kernels serve so many rows.
+# The decode kernels serve so many rows, or columns: no verify step is wider.
 MAX_LANES = 16
+MAX_MTP_DRAFTS = 5
+MAX_LOOKUP_DRAFTS = MAX_LANES - 1
+# Pinned host memory beside a card for pages that leave it, unless a flag says otherwise.
+HOST_KV_MIB = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,13 @@ class EngineConfig:
     overlap: bool = True
     concurrent_prefill: bool = True
     named: tuple[str, ...] = ()
+
+
+def max_drafts(spec: SpecMode, draft_tokens: int | None) -> int:
+    """The most drafts a row is given in a round, under `--draft-tokens` (None is auto: all that there can be)."""
+    if spec == "off":
+        return 0
+    return draft_tokens or (MAX_LOOKUP_DRAFTS if "lookup" in spec else MAX_MTP_DRAFTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
 from longlane.config import EngineConfig, FaultPolicy, ServerConfig
 from longlane.engine.client import EngineClient
-from longlane.engine.flags import check_flags, check_model_flags, check_policy, check_sampling
+from longlane.engine.flags import check_flags, check_machine, check_model_flags, check_policy, check_sampling
 from longlane.errors import ConfigError
 from longlane.text.frontend import Frontend
 from longlane.types import Loading
@@ -29,6 +29,7 @@ def open_session(
     check_sampling(server)
     check_policy(policy or FaultPolicy())
     check_folder("--disk-cache", engine.disk_cache)
+    check_machine(engine)
     with console.status(f"opening {engine.model}"):
         path = resolve(engine.model)
         resources = open_resources(path)

@@ -11,7 +11,7 @@ from longlane.cli.options import HELP, given, pick_engine, takes
 from longlane.config import EngineConfig
 from longlane.engine.flags import check_flags
 from longlane.errors import ConfigError
-from longlane.memory.plan import PAGE, max_drafts
+from longlane.memory.plan import PAGE
 from longlane.simulate.machine import PolicyName
 from longlane.simulate.presets import CARDS, preset
 from longlane.simulate.scenarios import SCENARIOS, Report, Setting, replay, with_pool
@@ -69,7 +69,6 @@ def check(config: EngineConfig) -> None:
     check_flags(config)
     if "lookup" in config.spec:
         raise ConfigError(f"--spec {config.spec}: a simulated prompt has no text to look drafts up in; use off or mtp")
-    max_drafts(config.spec, config.draft_tokens)
     if config.kv_capacity is not None and not PAGE <= config.kv_capacity <= MOST_TOKENS:
         raise ConfigError(
             f"--kv-capacity {config.kv_capacity} is less than a page or more than a simulation takes; "

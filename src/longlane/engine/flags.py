@@ -1,5 +1,7 @@
 """What flags mean beside each other and for a model. No torch: the server asks before it starts an engine."""
 
+import ctypes
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any
 
 from longlane.artifact.inventory import SECTIONS, Section
 from longlane.artifact.sizes import weight_bytes
-from longlane.config import EngineConfig, FaultPolicy, ServerConfig
+from longlane.config import HOST_KV_MIB, EngineConfig, FaultPolicy, ServerConfig, max_drafts
 from longlane.errors import ConfigError, PlanError
 
 # No flag adds one.
@@ -15,11 +17,47 @@ CARD = "a card"
 
 
 def check_flags(config: EngineConfig) -> None:
-    """Raises `ConfigError` for a flag that the others leave without effect, and names those it needs."""
+    """Raises a `LonglaneError` for a flag that the others leave without effect, and names those it needs, or that has a
+    value they do not take."""
+    asked, most = config.draft_tokens, max_drafts(config.spec, None)
+    if asked is not None and config.spec != "off" and not 1 <= asked <= most:
+        raise PlanError(f"--draft-tokens {asked}: --spec {config.spec} takes 1 to {most}")
     for flag, missing in _unserved(config):
         add = "add it" if len(missing) == 1 else "add them"
         cure = f"leave {flag} out" if missing == [CARD] else f"{add}, or leave {flag} out"
         raise ConfigError(f"{flag} has no effect without {_listed(missing)}; {cure}")
+
+
+def check_machine(config: EngineConfig) -> None:
+    """What `check_flags` says once it is known whether there is a card, as far as that can be told without torch: where
+    a driver is, torch may still be unable to use it. Raises `ConfigError`."""
+    check_device(name := config.device)
+    if name != "cpu" and driver_is_there():
+        return
+    if name.startswith("cuda"):
+        raise ConfigError(f"--device {name}: this machine has no driver of a card; use cpu")
+    check_flags(replace(config, device="cpu", host_kv_mib=host_kv_mib(config, on_card=False)))
+
+
+def check_device(name: str) -> None:
+    """Raises `ConfigError` for a name that no device has."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
+        raise ConfigError(f"--device {name} is not known; use auto, cpu, cuda or cuda:N")
+
+
+def driver_is_there() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def host_kv_mib(config: EngineConfig, *, on_card: bool) -> int:
+    """Size of the host arena for pages: as asked, else a default beside a card; none where no prefix is kept."""
+    if config.host_kv_mib is not None:
+        return config.host_kv_mib
+    return HOST_KV_MIB if on_card and config.prefix_reuse else 0
 
 
 def needs_host(config: EngineConfig) -> bool:

@@ -11,18 +11,24 @@ import torch
 
 from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import Plain, weight_bytes
-from longlane.config import EngineConfig
-from longlane.engine.flags import can_be_captured, check_flags, check_model_flags, concurrent, needs_host, sections
+from longlane.config import EngineConfig, max_drafts
+from longlane.engine.flags import (
+    can_be_captured,
+    check_flags,
+    check_model_flags,
+    concurrent,
+    host_kv_mib,
+    needs_host,
+    sections,
+)
 from longlane.errors import ConfigError
 from longlane.kernels.linear import on_tiles
 from longlane.memory.plan import (
     DEFAULT_CONTEXT,
     DRIVER_BYTES,
-    HOST_KV_MIB,
     VALUE_BYTES,
     PlanRequest,
     activation_width,
-    max_drafts,
     page_bytes,
 )
 from longlane.memory.planner import make_plan
@@ -35,7 +41,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bflo
 def check_model(config: EngineConfig, path: Path, device: torch.device) -> None:
     """Raises a `LonglaneError` for flags that cannot be served with this model on this machine, as far as that is
     certain before its weights are there."""
-    mib = host_kv_mib(config, device)
+    mib = host_kv_mib(config, on_card=device.type == "cuda")
     check_flags(replace(config, device=device.type, host_kv_mib=mib))
     text = open_resources(path).config
     spec = cache_spec(text, mtp="mtp" in config.spec, source=path)
@@ -92,7 +98,7 @@ def plan_request(
         draft_tokens=max_drafts(config.spec, config.draft_tokens),
         graphs=on_card and config.cuda_graph,
         concurrent=on_card and concurrent(config) and can_be_captured(text),
-        host_arena=bool(host_kv_mib(config, device) and spec.gdn_layers),
+        host_arena=bool(host_kv_mib(config, on_card=on_card) and spec.gdn_layers),
         driver_bytes=DRIVER_BYTES if on_card else 0,
     )
 
@@ -131,13 +137,6 @@ def spare_slots(config: EngineConfig) -> int:
     if not config.prefix_reuse:
         return 0
     return config.max_concurrency if config.device_state_slots is None else config.device_state_slots
-
-
-def host_kv_mib(config: EngineConfig, device: torch.device) -> int:
-    """Size of the host arena for pages: as asked, else a default beside a card; none where no prefix is kept."""
-    if config.host_kv_mib is not None:
-        return config.host_kv_mib
-    return HOST_KV_MIB if device.type == "cuda" and config.prefix_reuse else 0
 
 
 def host_states(config: EngineConfig) -> int:

@@ -12,15 +12,14 @@ from longlane.artifact.identity import weights_identity
 from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
 from longlane.artifact.side_files import tokenizer_file
-from longlane.config import EngineConfig
-from longlane.engine.flags import can_be_captured, check_flags, concurrent
+from longlane.config import EngineConfig, max_drafts
+from longlane.engine.flags import can_be_captured, check_device, check_flags, concurrent, host_kv_mib
 from longlane.engine.loop import Engine
 from longlane.engine.planning import (
     DTYPES,
     check_model,
     compute_dtype,
     fast,
-    host_kv_mib,
     host_states,
     plan_memory,
     spare_slots,
@@ -33,7 +32,7 @@ from longlane.memory.arena import Arena
 from longlane.memory.disk import Disk, fingerprint
 from longlane.memory.manager import Memory, pages_for
 from longlane.memory.pages import PagePool
-from longlane.memory.plan import max_drafts, page_bytes
+from longlane.memory.plan import page_bytes
 from longlane.memory.prefix import PrefixTree
 from longlane.memory.states import SlotPool
 from longlane.memory.tiers import Tiers
@@ -123,14 +122,10 @@ def run_every_round(config: EngineConfig, loaded: LoadedModel, runner: Runner, p
 
 def choose_device(name: str) -> torch.device:
     """The device that a flag means. Raises `ConfigError` for one that this machine or this build lacks."""
+    check_device(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"--device {name} is not known; use auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name} is not supported; use auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"--device {name}: this machine shows {counted(torch.cuda.device_count(), 'CUDA device')}; use cpu"
@@ -178,7 +173,7 @@ def new_memory(config: EngineConfig, path: Path, spec: CacheSpec, plan: MemoryPl
 
 def new_tiers(config: EngineConfig, path: Path, spec: CacheSpec, plan: MemoryPlan, caches: Caches) -> Tiers | None:
     """Host and disk below the device, as far as the flags ask for them. Raises `ConfigError` or `PlanError`."""
-    mib = host_kv_mib(config, caches.kv[0].k.device)
+    mib = host_kv_mib(config, on_card=caches.kv[0].k.is_cuda)
     pages, states = (mib << 20) // page_bytes(spec, plan.kv_dtype), host_states(config) if mib else 0
     if not (pages and states and spec.gdn_layers):
         return None

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longlane.config import MAX_MTP_DRAFTS
 from longlane.engine.batch import Row
 from longlane.engine.graphs import Graphs
 from longlane.engine.inputs import MAX_STOP_IDS, Inputs
@@ -20,7 +21,7 @@ from longlane.kernels.layout import begin
 from longlane.kernels.ragged import Ragged
 from longlane.kernels.sampling import draw_rows, greedy
 from longlane.layers.batch import Batch, Caches, CacheSpec, Output, Record
-from longlane.memory.plan import MAX_MTP_DRAFTS, captured_sizes
+from longlane.memory.plan import captured_sizes
 from longlane.spec.mtp import MTPDrafter
 
 Key = tuple[str, int, int]

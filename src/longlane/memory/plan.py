@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from longlane.config import GdnState, SpecMode
-from longlane.errors import PlanError, counted
+from longlane.config import MAX_MTP_DRAFTS, GdnState
+from longlane.errors import counted
 from longlane.kernels import layout
 from longlane.kernels.attention.limits import PARTS, SEGMENT
 from longlane.kernels.kv_codec.layout import RAW_BYTES, vector_bytes
@@ -32,8 +32,6 @@ PARTED_BYTES = 64 * MIB
 # Encoder activations for 1,024 merged image tokens.
 VISION_BYTES_PER_KTOKEN = 62 * MIB
 
-# Pinned host memory beside a card for pages that leave it, unless a flag says otherwise.
-HOST_KV_MIB = 8192
 # Pages that the staging buffer of a host arena holds at least.
 STAGED_PAGES = 16
 
@@ -44,9 +42,6 @@ QUICK = 8 * PAGE
 # Tokens of a chunk where no flag says how many, and the part of a card that a larger one's activations may take.
 CHUNKS = (4096, 2048, 1024)
 CHUNK_SHARE = 1 / 100
-# The decode kernels serve 16 columns, so no verify step is wider.
-MAX_MTP_DRAFTS = 5
-MAX_LOOKUP_DRAFTS = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +82,6 @@ def sized(size: int, *, up: bool) -> str:
     unit, name = (GIB, "GiB") if size >= GIB else (MIB, "MiB")
     hundredths = -(-size * 100 // unit) if up else size * 100 // unit
     return f"{hundredths / 100:.2f} {name}"
-
-
-def max_drafts(spec: SpecMode, draft_tokens: int | None) -> int:
-    """The most drafts a row is given in a round, under `--draft-tokens` (None is auto). Raises `PlanError`."""
-    if spec == "off":
-        return 0
-    most = MAX_LOOKUP_DRAFTS if "lookup" in spec else MAX_MTP_DRAFTS
-    if draft_tokens is not None and not 1 <= draft_tokens <= most:
-        raise PlanError(f"--draft-tokens {draft_tokens}: --spec {spec} takes 1 to {most}")
-    return most if draft_tokens is None else draft_tokens
 
 
 def captured_sizes(limit: int) -> list[int]:

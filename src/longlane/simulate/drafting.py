@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from longlane.memory.plan import MAX_MTP_DRAFTS
+from longlane.config import MAX_MTP_DRAFTS
 from longlane.spec.policy import MTP_PRIOR, Acceptance, RoundCosts, choose_depth
 
 

@@ -4,10 +4,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from longlane.config import EngineConfig
+from longlane.config import MAX_MTP_DRAFTS, EngineConfig, max_drafts
 from longlane.errors import ConfigError
 from longlane.layers.batch import Caches
-from longlane.memory.plan import MAX_MTP_DRAFTS, max_drafts
 from longlane.sampling import RowState
 from longlane.spec.drafter import PRIOR, DraftLane, Proposal, Source
 from longlane.spec.lookup import LookupIndex, Match

@@ -176,9 +176,12 @@ def test_what_flags_and_configuration_refuse_is_refused_before_torch_is_loaded(t
         (tmp_path / file).write_bytes((TINY / file).read_bytes())
     refused = {
         "chat tiny --max-context 999999": "--max-context 999999: the model was trained for 32768 tokens",
+        "chat tiny --spec mtp --draft-tokens 6": "--draft-tokens 6: --spec mtp takes 1 to 5",
+        "chat tiny --device gpu": "--device gpu is not known; use auto, cpu, cuda or cuda:N",
+        "chat tiny --device cpu --disk-cache x": "--disk-cache has no effect without --host-kv-mib above 0; add it",
         f"chat {tmp_path} --spec mtp": "its config.json has no MTP head (mtp_num_hidden_layers); leave out --spec mtp",
         f"chat {tmp_path} --gdn-state bf16": "--gdn-state has no effect without recurrent layers",
-        f"chat {tmp_path} --disk-cache x": "--disk-cache has no effect without recurrent layers",
+        f"chat {tmp_path} --disk-cache x --host-kv-mib 64": "--disk-cache has no effect without recurrent layers",
     }
     command = [sys.executable, "-c", REFUSED, *refused]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

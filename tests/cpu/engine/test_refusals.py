@@ -3,19 +3,21 @@
 import re
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from longlane.artifact.inventory import GEOMETRIES
 from longlane.artifact.locate import find
 from longlane.artifact.sizes import weight_bytes
-from longlane.config import EngineConfig
-from longlane.engine.flags import check_flags, check_model_flags, needs_host, sections
-from longlane.engine.planning import check_model, host_kv_mib, plan_request
+from longlane.config import EngineConfig, SpecMode
+from longlane.engine import flags
+from longlane.engine.flags import check_flags, check_machine, check_model_flags, host_kv_mib, needs_host, sections
+from longlane.engine.planning import check_model, plan_request
 from longlane.errors import ConfigError, PlanError
 from longlane.memory.plan import GIB, PlanRequest, fixed_pools, page_bytes
 from longlane.memory.planner import make_plan
@@ -57,7 +59,7 @@ def fixed_bytes(asked: PlanRequest) -> int:
 
 def check(config: EngineConfig) -> None:
     """Every refusal but that of the plan."""
-    check_flags(replace(config, host_kv_mib=host_kv_mib(config, CARD)))
+    check_flags(replace(config, host_kv_mib=host_kv_mib(config, on_card=True)))
     text = GEOMETRIES["qwen3.8-27b"]
     check_model_flags(config, text, None)
 
@@ -71,6 +73,7 @@ def changed(config: EngineConfig, flags: str) -> EngineConfig:
     return replace(config, **values)
 
 
+@settings(deadline=None)
 @given(
     flags=FLAGS,
     tiers=st.sampled_from(TIERS),
@@ -106,6 +109,13 @@ def test_what_a_refusal_proposes_is_taken(
         make_plan(request(fitting, size), keep_host=needs_host(fitting))
 
 
+@pytest.mark.parametrize(("spec", "drafts", "most"), [("mtp", 6, 5), ("lookup", 16, 15), ("mtp", 0, 5)])
+def test_more_drafts_than_a_verify_step_has_columns_are_refused(spec: SpecMode, drafts: int, most: int) -> None:
+    with pytest.raises(PlanError, match=f"--draft-tokens {drafts}: --spec {spec} takes 1 to {most}"):
+        check_flags(EngineConfig(model="m", spec=spec, draft_tokens=drafts))
+    check_flags(EngineConfig(model="m", spec=spec, draft_tokens=most))
+
+
 @pytest.mark.parametrize("gib", [15, 18])
 def test_a_host_tier_that_others_need_is_kept(gib: int) -> None:
     def refusal(**flags: Any) -> str:
@@ -129,6 +139,24 @@ def test_a_switch_of_cards_is_refused_where_auto_is_the_cpu_as_where_that_was_as
         check_model(config, find("tiny"), torch.device("cpu"))
     assert found.value.message == asked.value.message
     check_model(replace(config, **{named: False}), find("tiny"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("named", ["cuda_graph", "overlap", "concurrent_prefill"])
+def test_where_no_driver_is_auto_is_the_cpu_and_that_is_said_without_torch(
+    monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    config = EngineConfig(model="tiny", max_concurrency=2, named=(named,))
+    monkeypatch.setattr(flags, "driver_is_there", lambda: True)
+    check_machine(config)
+    check_machine(EngineConfig(model="tiny", device="cuda:1", disk_cache=Path("x")))
+    monkeypatch.setattr(flags, "driver_is_there", lambda: False)
+    check_machine(EngineConfig(model="tiny"))
+    with pytest.raises(ConfigError, match=f"--{named.replace('_', '-')} has no effect without a card"):
+        check_machine(config)
+    with pytest.raises(ConfigError, match="--disk-cache has no effect without --host-kv-mib above 0; add it"):
+        check_machine(EngineConfig(model="tiny", disk_cache=Path("x")))
+    with pytest.raises(ConfigError, match="--device cuda:1: this machine has no driver of a card; use cpu"):
+        check_machine(EngineConfig(model="tiny", device="cuda:1"))
 
 
 @pytest.mark.parametrize("named", ["cuda_graph", "concurrent_prefill"])

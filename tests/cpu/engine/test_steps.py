@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from longlane.config import max_drafts
 from longlane.engine.batch import Row
 from longlane.engine.loop import Engine
 from longlane.engine.partition import Part
@@ -16,7 +17,7 @@ from longlane.engine.steps import Limits, Steps
 from longlane.layers.batch import new_caches
 from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
-from longlane.memory.plan import PlanRequest, captured_graphs, captured_sizes, max_drafts
+from longlane.memory.plan import PlanRequest, captured_graphs, captured_sizes
 from longlane.memory.states import SlotPool
 from longlane.models.decoder import Decoder
 from longlane.models.registry import build
