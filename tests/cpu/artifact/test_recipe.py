@@ -181,7 +181,9 @@ def test_draft_head_counts_the_tokens_of_a_text(tmp_path: Path) -> None:
     assert {256, 257, 258} <= set(ids)
 
 
-@pytest.mark.parametrize(("rows", "message"), [(2, "cannot hold the 3 special tokens"), (301, "larger than a vocabulary of 300")])
+@pytest.mark.parametrize(
+    ("rows", "message"), [(2, "cannot hold the 3 special tokens"), (301, "larger than a vocabulary of 300")]
+)
 def test_draft_head_of_impossible_size_is_refused(tmp_path: Path, rows: int, message: str) -> None:
     write_checkpoint(tmp_path, DENSE)
     with pytest.raises(CheckpointError, match=message):
