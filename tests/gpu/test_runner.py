@@ -154,21 +154,30 @@ def test_rounds_that_run_ahead_change_no_token():
         assert any(others[2]) == overlap
 
 
-def warmed(**changes: bool) -> Engine:
+def warmed(**changes: bool | str | None) -> Engine:
     """One that knows what a token costs, so that chunks are as long whichever prompt is the first."""
     engine = load(replace(CONFIG, **changes))
     serve(engine, [(0, Request(id="first", token_ids=list(range(64)), max_tokens=2), 10**9)], 10)
     return engine
 
 
-def test_prefills_beside_decoding_change_no_token():
+# (kind, beside, behind) of steps.
+EXPECTED = {
+    "mtp": [("verify", True, False), ("verify", False, False)],
+    "off": [("decode", True, True), ("decode", False, True)],
+}
+
+
+@pytest.mark.parametrize("spec", EXPECTED)
+def test_prefills_beside_decoding_change_no_token(spec):
     asks = [(at, request, 10**9) for at, request, _ in workload(4, 200)]
-    engine, seen = warmed(), []
+    some = {} if spec == "mtp" else {"spec": "off", "draft_tokens": None}
+    engine, seen = warmed(**some), []
     assert engine._policy.concurrent
-    engine.on_step(lambda step: seen.append((step["kind"], step["beside"])))
+    engine.on_step(lambda step: seen.append((step["kind"], step["beside"], step["behind"])))
     beside = serve(engine, asks, 2500)
-    assert {("prefill", True), ("verify", True), ("verify", False)} <= set(seen)
-    in_turn = serve(warmed(concurrent_prefill=False), asks, 2500)
+    assert {("prefill", True, False), *EXPECTED[spec]} <= set(seen)
+    in_turn = serve(warmed(concurrent_prefill=False, **some), asks, 2500)
     assert beside.tokens == in_turn.tokens
     assert len(beside.finished) == len(asks)
 

@@ -32,12 +32,14 @@ class DraftSource(Protocol):
 @dataclass(frozen=True, slots=True)
 class Round:
     """A decode round of all `jobs`. One whose lease is another than its row's has ended since, and has no part in it.
-    began: when the device turned to it, by the engine's clock."""
+    began: when the device turned to it, by the engine's clock. beside: whether it keeps to the part of the card that a
+    chunk leaves."""
 
     jobs: Sequence[Job]
     rows: Sequence[Row]
     proposals: Sequence[Proposal]
     began: float
+    beside: bool
 
     def seats(self) -> list[int]:
         """Indices of those who have a part in it."""
@@ -113,17 +115,17 @@ class Flights:
         """Every job's last token and its drafts, verified together."""
         proposals = self._propose(jobs)
         rows = [decode_row(job, proposal) for job, proposal in zip(jobs, proposals, strict=True)]
-        self._runner.decode(rows, beside=self.beside is not None)
-        self.round = Round(jobs, rows, proposals, now)
+        beside = self.beside is not None
+        self._runner.decode(rows, beside=beside)
+        self.round = Round(jobs, rows, proposals, now, beside)
 
     def launch_behind(self) -> None:
         """The next round of the same jobs, whose pages have room for it, before the tokens of the one under way are
         known."""
         assert self.round is not None
-        jobs = self.round.jobs
-        rows = [row_behind(job) for job in jobs]
-        self._runner.decode_behind(rows)
-        self.behind = Round(jobs, rows, self.round.proposals, self.round.began)
+        rows = [row_behind(job) for job in self.round.jobs]
+        self._runner.decode_behind(rows, beside=self.round.beside)
+        self.behind = replace(self.round, rows=rows)
 
     def move_up(self, now: float) -> None:
         """The round that was read is over, and the device turned to the one behind it."""

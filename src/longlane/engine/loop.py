@@ -230,7 +230,7 @@ class Engine:
     def _may_run_ahead(self) -> bool:
         """Whether the next step, too, will be a round of exactly the rows of the one that was launched, and can be
         computed without the host: so that it may be on its way before that has landed."""
-        round, running = self._flights.round, self._book.running
+        round, beside, running = self._flights.round, self._flights.beside, self._book.running
         return (
             self._overlap
             and round is not None
@@ -238,9 +238,13 @@ class Engine:
             and self._speculator is None
             # Who is to leave does so when nothing writes to what it holds.
             and not self._cancelled
-            # Nobody has ended, and nobody has a prompt to be computed, be it beside the rounds, or brought back.
+            # Nobody has ended, and of those who run only the owner of a chunk beside the rounds, which takes longer
+            # still, has a prompt to be computed or brought back.
             and self._planned.prefill is None
-            and len(running) == len(round.jobs) == len(round.seats())
+            and len(running) - (beside is not None) == len(round.jobs) == len(round.seats())
+            and not self._flights.beside_done
+            # Both rounds have the same part of the card.
+            and round.beside == (beside is not None)
             and all(map(may_follow, round.jobs))
             # Nobody is to pause for it.
             and all(job.lease and self._memory.grow(job.lease, len(job.tokens) + 1) for job in round.jobs)

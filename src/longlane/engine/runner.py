@@ -74,7 +74,7 @@ class Runner:
                 for done, rows in enumerate(sizes, len(sizes)):
                     yield done, total
                     self.steps.warm_up(rows, capture=True, part=parts[0])
-                self.chunks.beside = StreamLane(parts[1].stream)
+                self.chunks.part, self.chunks.beside = parts[0].stream, StreamLane(parts[1].stream)
                 log.info("a round beside a chunk has %d multiprocessors, the chunk %d", parts[0].sms, parts[1].sms)
         torch.cuda.empty_cache()
         yield total, total
@@ -110,9 +110,10 @@ class Runner:
         self._rounds.append(self.last_step)
         self.steps.launch(rows, beside=beside)
 
-    def decode_behind(self, rows: Sequence[Row]) -> None:
-        """Start the next round of the rows of a plain one that is under way, see `Steps.launch_behind`."""
-        self._note("decode", rows, False, behind=True)
+    def decode_behind(self, rows: Sequence[Row], *, beside: bool = False) -> None:
+        """Start the next round of the rows of a plain one that is under way, see `Steps.launch_behind`. `beside`: as
+        that one was."""
+        self._note("decode", rows, beside, behind=True)
         self._rounds.append(self.last_step)
         self.steps.launch_behind(rows)
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from longlane.engine.loop import Engine
 from longlane.errors import EngineError
 from longlane.types import Request, SamplingParams, ThinkingBudget
 from support.hash_model import VOCAB
-from support.toy_engine import Clock, Guesser, Log, build, oracle, run, settings
+from support.toy_engine import Clock, Guesser, Log, PatientLane, build, oracle, run, settings
 
 
 def ask(id: str = "a", prompt: int = 10, max_tokens: int = 40, **changes: object) -> Request:
@@ -178,6 +179,28 @@ def test_a_newcomer_waits_for_no_more_than_what_is_on_its_way():
     run(engine, log)
     check_answers(log, wanted)
     assert ("decode", 2, True) in kinds
+
+
+def test_rounds_beside_a_chunk_run_ahead_on_their_part_of_the_card_alone():
+    """And no longer than there is a chunk: whoever went on behind would keep to that part for nothing."""
+    lane, seen = PatientLane(9), []
+    engine, log = build(settings(max_concurrency=2, prefill_chunk=64), pages=32, overlap=True, beside=lane), Log()
+    wanted = [ask("a", max_tokens=60), ask("b", 200, 1)]
+    engine.submit(wanted[0])
+    for _ in range(3):
+        log.take(engine.step())
+    engine.on_step(lambda step: seen.append((step["kind"], step["behind"], step["beside"])))
+    engine.submit(wanted[1])
+    run(engine, log)
+    check_answers(log, wanted)
+    assert {("decode", True, True), ("decode", True, False), ("decode", False, True)} <= set(seen)
+    rounds = [step for step in seen if step[0] == "decode"]
+    for before, step in pairwise(rounds):
+        assert not step[1] or step[2] == before[2], "a round has the part of the card that the one before it had"
+    # Four chunks, and what is left of the answer has the whole card.
+    last = max(place for place, step in enumerate(rounds) if step[2])
+    assert len(rounds) - last > 10
+    assert rounds[last + 1] == ("decode", False, False)
 
 
 def test_nobody_pauses_for_a_round_that_runs_ahead():
