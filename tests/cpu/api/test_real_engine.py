@@ -58,12 +58,13 @@ def http(served: Served) -> Iterator[httpx2.Client]:
 
 
 def test_an_answer_without_tokens_has_no_times_of_any(http: httpx2.Client) -> None:
-    reply = http.post(CHAT, json={"model": "M", "messages": COUNT, "max_tokens": 0})
+    asked = {"model": "M", "messages": [{"role": "user", "content": "Name three primes."}]}
+    reply = http.post(CHAT, json={**asked, "max_tokens": 0})
     assert reply.status_code == 200, reply.text
     timings = reply.json()["timings"]
     assert timings["predicted_n"] == 0
     assert [timings[name] for name in ("ttft_ms", "predicted_ms", "predicted_per_second")] == [None] * 3
-    one = http.post(CHAT, json={"model": "M", "messages": COUNT, "max_tokens": 1}).json()["timings"]
+    one = http.post(CHAT, json={**asked, "max_tokens": 1}).json()["timings"]
     assert one["ttft_ms"] > 0
     assert (one["predicted_ms"], one["predicted_per_second"]) == (0, None)
 
