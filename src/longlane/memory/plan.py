@@ -163,7 +163,7 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
         )
     if req.graphs:
         graphs = captured_graphs(req)
-        # Logits as the head leaves them, and widened; tokens in the order of a draw.
+        # What a draw makes of logits, and the tokens in its order: an upper bound.
         size = graphs * GRAPH_BYTES + GRAPH_POOL_BYTES + decode_parts(req) + req.lanes * columns * req.vocab_size * 10
         size += PARTED_BYTES if req.concurrent else 0
         pools.append(Pool(name="CUDA graphs", bytes=size, note=f"{counted(graphs, 'graph')} and what they work in"))
@@ -176,7 +176,7 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
 def workspace_bytes(req: PlanRequest) -> int:
     """What steps work in outside of graphs."""
     activations = chunk_tokens(req) * activation_bytes(req)
-    # The logits of a decode step, as the step keeps them; graphs have the model's own and a draw's ids among theirs.
+    # The logits of a decode step, as the step keeps them; graphs have what a draw makes of them among theirs.
     logits = (1 if req.graphs else 3) * req.lanes * (req.draft_tokens + 1) * req.vocab_size * 4
     if not req.driver_bytes:
         return activations + logits
