@@ -20,13 +20,11 @@ from longlane.kernels.launch import device_properties
 DRIVER = 12050
 # The oldest cards whose parts were tried.
 CAPABILITY = (8, 0)
-# Multiprocessors by which parts differ.
-STEP = 4
-# CU_DEV_SM_RESOURCE_SPLIT_IGNORE_SM_COSCHEDULING, which some bindings do not name. Without it parts of the newest cards
-# are multiples of 8, for larger thread block clusters than products use.
-IGNORE_COSCHEDULING = 1
+# Multiprocessors by which parts differ: what a thread block cluster may span on the newest cards. The driver has finer
+# ones on request, where products of the library fail to run.
+STEP = 8
 # Of a round's speed alone on its part, what is left of it beside a chunk: both have the card's memory and its power.
-BESIDE = 0.8
+BESIDE = 0.85
 
 IN_TURN = "prefills take turns with decoding: %s"
 
@@ -88,7 +86,7 @@ def split(device: torch.device, sms: int) -> tuple[Part, Part]:
     with _bindings() as driver:
         handle = _call(driver.cuDeviceGet(_index(device)))
         whole = _call(driver.cuDeviceGetDevResource(handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
-        groups, _, rest = _call(driver.cuDevSmResourceSplitByCount(1, whole, IGNORE_COSCHEDULING, sms))
+        groups, _, rest = _call(driver.cuDevSmResourceSplitByCount(1, whole, 0, sms))
         return _part(driver, device, handle, groups[0]), _part(driver, device, handle, rest)
 
 

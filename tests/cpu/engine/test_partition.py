@@ -68,9 +68,9 @@ def bound_by_memory(part: Part | None) -> float:
     [
         (0.5, bound_by_arithmetic, 64),
         (0.5, bound_by_memory, 32),
-        (0.8, bound_by_memory, 52),
+        (0.8, bound_by_memory, 48),
         (0.02, bound_by_memory, None),
-        (0.3, bound_by_arithmetic, 36),
+        (0.3, bound_by_arithmetic, 32),
         (0.6, bound_by_arithmetic, None),
         (0.95, bound_by_memory, None),
     ],
