@@ -66,10 +66,13 @@ class EngineConfig:
 
 
 def max_drafts(spec: SpecMode, draft_tokens: int | None) -> int:
-    """The most drafts a row is given in a round, under `--draft-tokens` (None is auto: all that there can be)."""
+    """The most drafts a row is given in a round, under `--draft-tokens` (None is auto: all that there can be);
+    `check_flags` has refused others."""
     if spec == "off":
         return 0
-    return draft_tokens or (MAX_LOOKUP_DRAFTS if "lookup" in spec else MAX_MTP_DRAFTS)
+    most = MAX_LOOKUP_DRAFTS if "lookup" in spec else MAX_MTP_DRAFTS
+    assert draft_tokens is None or 1 <= draft_tokens <= most, (spec, draft_tokens)
+    return most if draft_tokens is None else draft_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
