@@ -115,6 +115,15 @@ def test_a_rate_of_one_token_is_not_made_up(api: Api) -> None:
     assert timings["predicted_per_second"] is None
 
 
+def test_a_prompt_that_was_wholly_cached_has_no_time_of_its_own(api: Api) -> None:
+    api.post()
+    api.engine.cached_tokens = prompt = len(api.engine.requests[0].token_ids)
+    timings = api.post().json()["timings"]
+    assert (timings["cache_n"], timings["prompt_n"]) == (prompt, 0)
+    absent = ("prompt_ms", "prompt_per_token_ms", "prompt_per_second")
+    assert {name: timings[name] for name in absent} == dict.fromkeys(absent)
+
+
 def decode_seconds(api: Api) -> float:
     text = api.http.get("/metrics").text
     return float(
