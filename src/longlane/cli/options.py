@@ -69,7 +69,9 @@ HELP = {
         "--cuda-graph/--no-cuda-graph",
     ),
     "overlap": _option(
-        "Do the host's work while a step runs on the card; off is for debugging.", "--overlap/--no-overlap"
+        "Do the host's work while a step runs on the card, and launch a plain round before the one ahead of it is "
+        "read; off is for debugging.",
+        "--overlap/--no-overlap",
     ),
     "concurrent_prefill": _option(
         "Let a prefill run beside decoding where a card can be parted, instead of in turn with it.",
