@@ -62,5 +62,7 @@ class Decoder:
 
     def step(self, batch: Batch) -> Step:
         """What the layers share of a forward pass."""
-        rows, (cos, sin) = batch.ragged(), self.rope(batch.positions)
+        rows = batch.ragged()
+        # Angles last: the kernel after them may start while they are computed.
+        cos, sin = self.rope(batch.positions)
         return Step(rows, cos, sin, advance=batch.kind != "verify", independent=batch.kind != "prefill")

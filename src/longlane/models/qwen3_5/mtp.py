@@ -65,7 +65,9 @@ class MTPHead:
 
     def _enter(self, batch: Batch, hidden_prev: Tensor) -> tuple[Step, Tensor, Tensor]:
         """The stream of the block, and its entry."""
-        rows, (cos, sin) = batch.ragged(), self.rope(batch.positions)
+        rows = batch.ragged()
+        # Angles last: the kernel after them may start while they are computed.
+        cos, sin = self.rope(batch.positions)
         step = Step(rows, cos, sin, independent=batch.kind != "prefill")
         pairs = ((self.embedding(batch.token_ids), self.embedding_norm), (hidden_prev, self.hidden_norm))
         normed = [norm_rope.rms_norm(x, norm.weight, norm.eps) for x, norm in pairs]
