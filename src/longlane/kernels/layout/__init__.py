@@ -25,13 +25,9 @@ class Round(NamedTuple):
 
 
 def begin(
-    contexts: Tensor,
-    slots: Tensor,
-    tokens: Tensor,
-    block_table: Tensor,
-    token_ids: Tensor,
+    contexts: Tensor, slots: Tensor, tokens: Tensor, block_table: Tensor, token_ids: Tensor,
     drafts: tuple[Tensor, Tensor] | None = None,
-) -> Round:
+) -> Round:  # fmt: skip
     """The round of tokens [R, T] that stand from position contexts[r] on, over state slots [R] and block_table [R, P],
     all int32. Rows on slot 0, which is nobody's, write to page 0.
 

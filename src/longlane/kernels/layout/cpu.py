@@ -7,13 +7,9 @@ from longlane.kernels.layout import PAGE, Round
 
 
 def begin(
-    contexts: Tensor,
-    slots: Tensor,
-    tokens: Tensor,
-    block_table: Tensor,
-    token_ids: Tensor,
+    contexts: Tensor, slots: Tensor, tokens: Tensor, block_table: Tensor, token_ids: Tensor,
     drafts: tuple[Tensor, Tensor] | None,
-) -> Round:
+) -> Round:  # fmt: skip
     column = torch.arange(tokens.shape[1], device=tokens.device)
     if drafts is not None:
         given, drafted = drafts

@@ -68,13 +68,9 @@ def _angles(
 
 
 def begin(
-    contexts: Tensor,
-    slots: Tensor,
-    tokens: Tensor,
-    block_table: Tensor,
-    token_ids: Tensor,
+    contexts: Tensor, slots: Tensor, tokens: Tensor, block_table: Tensor, token_ids: Tensor,
     drafts: tuple[Tensor, Tensor] | None,
-) -> Round:
+) -> Round:  # fmt: skip
     (rows, columns), device = tokens.shape, block_table.device
     given, drafted = drafts or (None, None)
     assert contexts.is_contiguous()
