@@ -1,4 +1,5 @@
-"""What flags mean beside each other and for a model. No torch: the server asks before it starts an engine."""
+"""What flags mean beside each other and for a model, and whether there is a driver of a card, which opening its library
+tells. No torch: the server asks before it starts an engine."""
 
 import ctypes
 import re
@@ -40,7 +41,7 @@ def check_machine(config: EngineConfig) -> None:
 
 
 def check_device(name: str) -> None:
-    """Raises `ConfigError` for a name that no device has."""
+    """Raises `ConfigError` for a name that this build does not take."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
         raise ConfigError(f"--device {name} is not known; use auto, cpu, cuda or cuda:N")
 
