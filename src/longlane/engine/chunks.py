@@ -85,20 +85,19 @@ class Chunks:
         self._device, self._table_pages = device, table_pages
         self.beside: Lane | None = None
         self.part: torch.cuda.Stream | None = None
-        self._accompanied = False
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._logits: Tensor | None = None
 
-    def launch(self, row: Row, *, decides: bool, beside: bool) -> None:
-        """Start on a row, whose pages and slot nobody else may use until it is done."""
+    def launch(self, row: Row, *, decides: bool, beside: bool, accompanied: bool) -> None:
+        """Start on a row, whose pages and slot nobody else may use until it is done. accompanied: whether another runs
+        beside it."""
         # The lane's thread sees nothing that the engine may change meanwhile.
         work = partial(self._compute, prefill_batch([row], self._table_pages), decides)
         if beside:
             assert self.beside is not None
             self.beside.submit(work)
-            self._accompanied = True
             return
-        self._logits = _on(self.part, work) if self.part and self._accompanied else work()
+        self._logits = _on(self.part, work) if self.part and accompanied else work()
         if self._done:
             self._done.record()
 
@@ -117,7 +116,6 @@ class Chunks:
         """Until the chunk is computed: the logits [1, V] of its last token, where that one decides."""
         if beside:
             assert self.beside is not None
-            self._accompanied = False
             return self.beside.wait()
         if self._done:
             self._done.synchronize()

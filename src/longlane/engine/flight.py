@@ -102,6 +102,11 @@ class Flights:
         return self._runner.launching
 
     @property
+    def decoding(self) -> Sequence[Job]:
+        """Whose round is under way."""
+        return self.round.jobs if self.round else ()
+
+    @property
     def beside_done(self) -> bool:
         return self.beside is not None and self._runner.chunk_done(beside=True)
 
@@ -118,6 +123,21 @@ class Flights:
         beside = self.beside is not None
         self._runner.decode(rows, beside=beside)
         self.round = Round(jobs, rows, proposals, now, beside)
+
+    def can_follow(self, running: int) -> bool:
+        """Whether the next step, of so many that run, can only be a round of the rows of the one under way, and needs
+        nothing of the host."""
+        round, beside = self.round, self.beside
+        return (
+            round is not None
+            # Nobody has ended, and of those who run only the owner of a chunk beside the rounds, which takes longer
+            # still, has a prompt to be computed or brought back.
+            and running - (beside is not None) == len(round.jobs) == len(round.seats())
+            and not self.beside_done
+            # Both rounds have the same part of the card.
+            and round.beside == (beside is not None)
+            and all(map(may_follow, round.jobs))
+        )
 
     def launch_behind(self) -> None:
         """The next round of the same jobs, whose pages have room for it, before the tokens of the one under way are
@@ -136,7 +156,8 @@ class Flights:
         assert job.lease is not None
         end = job.chunk_end(tokens)
         row = Row(job.lease, job.tokens[job.lease.length : end])
-        self._runner.prefill(row, decides=end == len(job.tokens) and job.row.finish is None, beside=beside)
+        decides, accompanied = end == len(job.tokens) and job.row.finish is None, self.beside is not None
+        self._runner.prefill(row, decides=decides, beside=beside, accompanied=accompanied)
         if beside:
             self.beside = Chunk(job, row, now)
         else:

@@ -35,6 +35,7 @@ class Inputs:
         self._known = [b""] * lanes
         # A row of `draw_rows`'s parameters after the other, as long as the round has columns.
         self._parameters = Mirror((5 * lanes * columns,), device, torch.float64)
+        self.taking_turns = (self._block, self._table, self._parameters)
         # Of every row, on the host. No route of a card looks at it, since a graph would not.
         self.context: tuple[int, ...] = ()
 
@@ -62,11 +63,12 @@ class Inputs:
         self._send_pages(live, rows)
         block = self._block.device[:, :rows]
         advance(block[_CONTEXT], block[_SLOT], block[_TOKENS], block[_STOPS:_TOKENS], drawn, peaks)
+        # As `fill` has it; routes of a card do not look.
         if self._device.type == "cpu":
             self.context = tuple(block[_CONTEXT].tolist())
 
     def _turn(self) -> None:
-        for mirror in (self._block, self._table, self._parameters):
+        for mirror in self.taking_turns:
             mirror.turn()
 
     def _send_pages(self, live: Sequence[Row], rows: int) -> None:

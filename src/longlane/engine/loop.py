@@ -12,7 +12,7 @@ from longlane.config import EngineConfig
 from longlane.engine import scheduler
 from longlane.engine.admission import check_queue, check_request, failure
 from longlane.engine.book import Book
-from longlane.engine.flight import DraftSource, Flights, may_follow
+from longlane.engine.flight import DraftSource, Flights
 from longlane.engine.job import Job
 from longlane.engine.runner import Runner
 from longlane.errors import LonglaneError
@@ -230,25 +230,20 @@ class Engine:
     def _may_run_ahead(self) -> bool:
         """Whether the next step, too, will be a round of exactly the rows of the one that was launched, and can be
         computed without the host: so that it may be on its way before that has landed."""
-        round, beside, running = self._flights.round, self._flights.beside, self._book.running
         return (
             self._overlap
-            and round is not None
             # What is drafted depends on the tokens, and what stands of it on more than those.
             and self._speculator is None
             # Who is to leave does so when nothing writes to what it holds.
             and not self._cancelled
-            # Nobody has ended, and of those who run only the owner of a chunk beside the rounds, which takes longer
-            # still, has a prompt to be computed or brought back.
-            and self._planned.prefill is None
-            and len(running) - (beside is not None) == len(round.jobs) == len(round.seats())
-            and not self._flights.beside_done
-            # Both rounds have the same part of the card.
-            and round.beside == (beside is not None)
-            and all(map(may_follow, round.jobs))
-            # Nobody is to pause for it.
-            and all(job.lease and self._memory.grow(job.lease, len(job.tokens) + 1) for job in round.jobs)
+            and self._flights.can_follow(len(self._book.running))
+            and all(map(self._has_room_ahead, self._flights.decoding))
         )
+
+    def _has_room_ahead(self, job: Job) -> bool:
+        """Whether there is a page for the round after the next, without a pause of anybody."""
+        assert job.lease is not None
+        return self._memory.grow(job.lease, len(job.tokens) + 1)
 
     def _launch_rest(self) -> bool:
         """Start the chunk of a plan whose decode rows have run. There is none where another round of it runs."""

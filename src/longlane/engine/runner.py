@@ -79,12 +79,13 @@ class Runner:
         torch.cuda.empty_cache()
         yield total, total
 
-    def prefill(self, row: Row, *, decides: bool, beside: bool = False) -> None:
-        """Start a chunk of a prompt, whose last token may decide the next. `beside`: while rounds run."""
+    def prefill(self, row: Row, *, decides: bool, beside: bool = False, accompanied: bool = False) -> None:
+        """Start a chunk of a prompt, whose last token may decide the next. `beside`: while rounds run. `accompanied`:
+        on the main stream, while another chunk runs beside it."""
         self._note("prefill", [row], beside)
         if beside:
             self._beside = self.last_step
-        self.chunks.launch(row, decides=decides, beside=beside)
+        self.chunks.launch(row, decides=decides, beside=beside, accompanied=accompanied)
 
     def chunk_done(self, *, beside: bool) -> bool:
         """Whether `wait` would not wait."""
@@ -141,7 +142,7 @@ class Runner:
             self.last_step = step
             self.on_step(step)
 
-    def _note(self, kind: str, rows: Sequence[Row], beside: bool, behind: bool = False) -> None:
+    def _note(self, kind: str, rows: Sequence[Row], beside: bool, *, behind: bool = False) -> None:
         self.last_step = {
             "number": self.last_step["number"] + 1,
             "kind": kind,

@@ -106,6 +106,7 @@ class Steps:
         self.table_pages = limits.pages + 1
         most = limits.lanes * limits.columns
         self._inputs = Inputs(limits.lanes, limits.columns, self.table_pages, device)
+        # It takes no turns: nothing runs ahead of a round that the host settles.
         self._accepted = Mirror((limits.lanes,), device, torch.int64)
         # Of every column what it draws, its largest logit in float64, and its input.
         self._answer = Mirror((3, most), device, torch.int64)
@@ -137,6 +138,8 @@ class Steps:
             self._part_graphs = self._part_graphs or Graphs(self._device, part.stream, self._graphs.pool)
         graphs = self._part_graphs if part else self._graphs
         self._inputs.fill([], rows, 1, own=True)
+        # What comes between two rounds compiles too; of rows that are nobody's it changes nothing.
+        self._inputs.advance([], rows, self._drawn[:rows], self._peaks[:rows])
         for columns in reversed(self._column_sizes):
             step, settle = self._keys(rows, columns)
             # A draw comes between a step and what settles it, so it must not work in the memory of what the step left.
@@ -181,7 +184,7 @@ class Steps:
         self._inputs.fill(live, rows, columns, own=settled)
         if depth := max(row.neural for row in live):
             self._run(graphs, ("propose", rows, depth), partial(self._propose, rows, depth))
-        self._start(live, rows, columns, settled, graphs)
+        self._start(live, rows, columns, settled=settled, graphs=graphs)
 
     def launch_behind(self, live: Sequence[Row]) -> None:
         """Start the next round of the rows of a plain one that is under way, all of whose stop ids the device knows.
@@ -192,9 +195,9 @@ class Steps:
         assert (before.live, before.columns) == (len(live), 1)
         with torch.inference_mode():
             self._inputs.advance(live, before.rows, self._drawn[: before.rows], self._peaks[: before.rows])
-        self._start(live, before.rows, 1, True, before.graphs)
+        self._start(live, before.rows, 1, settled=True, graphs=before.graphs)
 
-    def _start(self, live: Sequence[Row], rows: int, columns: int, settled: bool, graphs: Graphs | None) -> None:
+    def _start(self, live: Sequence[Row], rows: int, columns: int, *, settled: bool, graphs: Graphs | None) -> None:
         """A round whose inputs are on their way."""
         step, settle = self._keys(rows, columns)
         self._run(graphs, step, partial(self._step, rows, columns))

@@ -322,8 +322,9 @@ def test_cancelling_what_is_not_open_does_nothing():
     assert list(log.finished) == ["a"]
 
 
-def test_a_row_that_cannot_be_decided_fails_alone(monkeypatch):
-    engine = build(settings(max_concurrency=2), pages=8)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_row_that_cannot_be_decided_fails_alone_and_gives_back_what_it_had(monkeypatch, overlap):
+    engine = build(settings(max_concurrency=2), pages=8, spare_slots=2, overlap=overlap)
     wanted = [request("a", 10, 20), request("b", 10, 20)]
     for one in wanted:
         engine.submit(one)

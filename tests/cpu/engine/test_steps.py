@@ -121,10 +121,14 @@ def planned(model: Decoder, spec: str, *, concurrent: bool = False) -> int:
 @pytest.mark.parametrize("spec", SPECS)
 def test_whatever_runs_was_captured(model, plain, spec):
     made, recorded = engine(model, spec, exact=False), Recorded()
-    made._runner.steps._graphs = recorded
-    for rows in made._runner.steps.row_sizes:
-        made._runner.steps.warm_up(rows, capture=True)
-    assert made._runner.steps.graphed
+    steps, between = made._runner.steps, []
+    steps._graphs = recorded
+    advance = steps._inputs.advance
+    steps._inputs.advance = lambda live, rows, *drawn: (between.append(rows), advance(live, rows, *drawn))
+    for rows in steps.row_sizes:
+        steps.warm_up(rows, capture=True)
+    assert steps.graphed
+    assert between == list(steps.row_sizes), "what comes between two rounds has run for as many rows"
     assert len(recorded.bodies) == planned(model, spec)
     assert answers(made).tokens == plain
     kinds = {kind for kind, _, _ in recorded.replayed}
