@@ -72,11 +72,7 @@ class StreamLane:
 
 
 class Chunks:
-    """One chunk at a time on the main stream, and one on `beside`, the lane for those that run at the same time.
-
-    part: a stream of the rest of the card. While another runs beside it, a chunk of the main stream runs there: on all
-    of the card its kernels would wait for multiprocessors that those of the other do not leave.
-    """
+    """One chunk at a time on the main stream, and one on `beside`, the lane for those that run at the same time."""
 
     def __init__(
         self, model: Model, caches: Caches, device: torch.device, drafter: MTPDrafter | None, table_pages: int
@@ -84,20 +80,18 @@ class Chunks:
         self._model, self._caches, self._drafter = model, caches, drafter
         self._device, self._table_pages = device, table_pages
         self.beside: Lane | None = None
-        self.part: torch.cuda.Stream | None = None
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._logits: Tensor | None = None
 
-    def launch(self, row: Row, *, decides: bool, beside: bool, accompanied: bool) -> None:
-        """Start on a row, whose pages and slot nobody else may use until it is done. accompanied: whether another runs
-        beside it."""
+    def launch(self, row: Row, *, decides: bool, beside: bool) -> None:
+        """Start on a row, whose pages and slot nobody else may use until it is done."""
         # The lane's thread sees nothing that the engine may change meanwhile.
         work = partial(self._compute, prefill_batch([row], self._table_pages), decides)
         if beside:
             assert self.beside is not None
             self.beside.submit(work)
             return
-        self._logits = _on(self.part, work) if self.part and accompanied else work()
+        self._logits = work()
         if self._done:
             self._done.record()
 
@@ -128,13 +122,3 @@ class Chunks:
         if self._drafter:
             self._drafter.observe(batch, hidden)
         return self._model.logits(hidden[-1:]) if decides else None
-
-
-def _on(stream: torch.cuda.Stream, work: Callable[[], Tensor | None]) -> Tensor | None:
-    """Run `work` on another stream, as if it were this one."""
-    main = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(main)
-    with torch.cuda.stream(stream):
-        result = work()
-    main.wait_stream(stream)
-    return result

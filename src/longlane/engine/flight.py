@@ -156,8 +156,7 @@ class Flights:
         assert job.lease is not None
         end = job.chunk_end(tokens)
         row = Row(job.lease, job.tokens[job.lease.length : end])
-        decides, accompanied = end == len(job.tokens) and job.row.finish is None, self.beside is not None
-        self._runner.prefill(row, decides=decides, beside=beside, accompanied=accompanied)
+        self._runner.prefill(row, decides=end == len(job.tokens) and job.row.finish is None, beside=beside)
         if beside:
             self.beside = Chunk(job, row, now)
         else:

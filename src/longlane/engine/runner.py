@@ -74,18 +74,17 @@ class Runner:
                 for done, rows in enumerate(sizes, len(sizes)):
                     yield done, total
                     self.steps.warm_up(rows, capture=True, part=parts[0])
-                self.chunks.part, self.chunks.beside = parts[0].stream, StreamLane(parts[1].stream)
+                self.chunks.beside = StreamLane(parts[1].stream)
                 log.info("a round beside a chunk has %d multiprocessors, the chunk %d", parts[0].sms, parts[1].sms)
         torch.cuda.empty_cache()
         yield total, total
 
-    def prefill(self, row: Row, *, decides: bool, beside: bool = False, accompanied: bool = False) -> None:
-        """Start a chunk of a prompt, whose last token may decide the next. `beside`: while rounds run. `accompanied`:
-        on the main stream, while another chunk runs beside it."""
+    def prefill(self, row: Row, *, decides: bool, beside: bool = False) -> None:
+        """Start a chunk of a prompt, whose last token may decide the next. `beside`: while rounds run."""
         self._note("prefill", [row], beside)
         if beside:
             self._beside = self.last_step
-        self.chunks.launch(row, decides=decides, beside=beside, accompanied=accompanied)
+        self.chunks.launch(row, decides=decides, beside=beside)
 
     def chunk_done(self, *, beside: bool) -> bool:
         """Whether `wait` would not wait."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from longlane.memory.manager import Lease, Memory, pages_for
-from longlane.memory.plan import PAGE, QUICK
+from longlane.memory.plan import PAGE
 
 # A staged prefill that younger ones overtook so many times in a row goes next.
 MAX_SKIPS = 8
@@ -18,8 +18,8 @@ MAX_SKIPS = 8
 MAX_DECODE_FLOOR = 0.95
 # Chunks from here on are whole pages, which suit the tiles of products; below, a page is too much to lose.
 WHOLE_PAGES = 8 * PAGE
-# A chunk beside rounds is so much longer: a card unpacks every matrix once a chunk.
-BESIDE_GAPS = 4
+# A prompt with so little left need not wait until decode rows have had their time for the chunk before it.
+QUICK = 8 * PAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,8 @@ class Policy:
     """prefill_chunk: most tokens a chunk has. decode_floor: share of time that decode rows keep beside prefills, at
     most `MAX_DECODE_FLOOR`. lanes: most requests that run at once. concurrent: a chunk can run beside rounds, each on
     its part of the card. gap_s: how long a chunk may hold up decode rows, or a newcomer that a free lane could take;
-    one beside them holds up only who is not `QUICK`, and may take BESIDE_GAPS times as long. step_s: how long one may
-    last at all, so that a cancellation is heard and the watchdog sees life on the slowest machine."""
+    one beside them holds up only who is not `QUICK`, and may take twice as long. step_s: how long one may last at all,
+    so that a cancellation is heard and the watchdog sees life on the slowest machine."""
 
     prefill_chunk: int
     decode_floor: float
@@ -109,7 +109,7 @@ def plan_step(state: Snapshot, policy: Policy) -> StepPlan:
     free = len(state.running) < policy.lanes
     limit_s = policy.step_s
     if beside:
-        limit_s = BESIDE_GAPS * policy.gap_s if free else policy.step_s
+        limit_s = 2 * policy.gap_s if free else policy.step_s
     elif decode or free:
         limit_s = policy.gap_s
     # A token costs more the more there are before it, so that another's may mislead by half.
@@ -120,8 +120,7 @@ def plan_step(state: Snapshot, policy: Policy) -> StepPlan:
 
 
 def _may_take_turn(chosen: Running, decodes: bool, state: Snapshot, policy: Policy) -> bool:
-    """Whether a chunk may hold up the decode rows now. A quick one need not wait until they have had their time for one
-    before it."""
+    """Whether a chunk may hold up the decode rows now. A quick one may where they are owed no more than one other."""
     quick = chosen.remaining <= QUICK
     if state.beside is not None and not quick:
         return False

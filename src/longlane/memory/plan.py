@@ -37,8 +37,6 @@ STAGED_PAGES = 16
 
 VALUE_BYTES = {"float64": 8, "float32": 4, "bf16": 2}
 DEFAULT_CONTEXT = 8192
-# A prompt with so little left may have its turn between rounds while a chunk runs beside them.
-QUICK = 8 * PAGE
 # Tokens of a chunk where no flag says how many, and the part of a card that a larger one's activations may take.
 CHUNKS = (4096, 2048, 1024)
 CHUNK_SHARE = 1 / 100
@@ -182,10 +180,8 @@ def workspace_bytes(req: PlanRequest) -> int:
         return activations + logits
     # A card unpacks the matrices of a chunk one after another to bf16; the largest has the widest result.
     unpacked = 2 * req.width * req.spec.hidden
-    chunks = activations + unpacked
-    if req.concurrent:
-        # What one stream has freed, another cannot use: that beside rounds, and that of short prompts between them.
-        chunks += activations + unpacked + min(chunk_tokens(req), QUICK) * activation_bytes(req) + unpacked
+    # What one stream has freed, the other cannot use.
+    chunks = (activations + unpacked) * (2 if req.concurrent else 1)
     # Attention has its own before and after that.
     return max(chunks + logits, prefill_attention(req), decode_parts(req))
 

@@ -86,9 +86,8 @@ def test_no_chunk_is_longer_than_a_context(asked):
 def test_chunks_beside_rounds_have_a_workspace_of_their_own():
     plans = [make_plan(request(device_bytes=141 * GIB, concurrent=on)) for on in (False, True)]
     turns, beside = (next(pool.bytes for pool in plan.pools if pool.name == "workspace") for plan in plans)
-    # A chunk beside rounds, and a short one between them, each with a matrix to unpack.
-    activations = (4096 + 512) * 2 * (2 * 34816 + 6 * 10240)
-    assert beside - turns == activations + 2 * 2 * 34816 * 5120
+    activations = 4096 * 2 * (2 * 34816 + 6 * 10240)
+    assert beside - turns == activations + 2 * 34816 * 5120
 
 
 def test_off_a_card_a_large_memory_makes_no_larger_chunk():
