@@ -35,6 +35,8 @@ def serve(context: typer.Context, model: Annotated[str, typer.Argument(help=MODE
     set_log_level(config.log_level)
     if config.api_key == "":
         raise ConfigError("--api-key is empty, which would let everybody in; leave it out to serve without a key")
+    if config.model_id == "":
+        raise ConfigError("--model-id is empty, which no request could name; leave it out to serve it as MODEL")
     policy: FaultPolicy = pick(FaultPolicy, values)
     check_folder("--fault-dir", policy.fault_dir)
     console = Console(highlight=False)

@@ -96,6 +96,7 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: py
         (["serf", "tiny"], "there is no command 'serf'; one of serve, chat"),
         (["serve", "tiny", "--host", "999.1.1.1"], "127.0.0.1 for itself alone"),
         (["serve", "tiny", "--api-key", ""], "--api-key is empty"),
+        (["serve", "tiny", "--model-id", ""], "--model-id is empty"),
         (["serve", "tiny", "--request-log-jsonl", "/nowhere/log"], "--request-log-jsonl"),
         (["serve", "tiny", "--fault-dir", "/dev/null/faults"], "name a folder that can be made"),
         (["serve", "tiny", "--disk-cache", "/dev/null/cache"], "--disk-cache /dev/null/cache: /dev/null is no folder"),
