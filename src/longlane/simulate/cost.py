@@ -13,8 +13,8 @@ KV_BYTES = 33_792
 MAX_CONTEXT = 262_144
 # 700 small dependent kernels of 1.07 us in a graph.
 FIXED_S = 0.75e-3
-# Of the 27B on 64 and 68 multiprocessors of an H200, the default floor: from what was measured with 56 and 76, see
-# `bench/results/log.md`.
+# Of the 27B on 64 and 68 multiprocessors of an H200, the default floor: estimated from what was measured with 56 and
+# 76, see `bench/results/log.md`.
 DECODE_SHARE, PREFILL_SHARE = 0.53, 0.55
 
 
