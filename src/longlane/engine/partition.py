@@ -23,8 +23,8 @@ CAPABILITY = (8, 0)
 # Multiprocessors by which parts differ: what a thread block cluster may span on the newest cards. The driver has finer
 # ones on request, where products of the library fail to run.
 STEP = 8
-# Of a round's speed alone on its part, what is left of it beside a chunk: both have the card's memory and its power. The
-# least of what an H200 showed, 0.85 to 0.875 (`bench/results/log.md`).
+# Of a round's speed alone on its part, what is left of it beside a chunk: both have the card's memory and its power.
+# The least of what an H200 showed, 0.85 to 0.875 (`bench/results/log.md`).
 BESIDE = 0.85
 
 IN_TURN = "prefills take turns with decoding: %s"
