@@ -16,6 +16,10 @@ OnFault = Literal["safe", "same", "stop"]
 MAX_LANES = 16
 MAX_MTP_DRAFTS = 5
 MAX_LOOKUP_DRAFTS = MAX_LANES - 1
+# Above the context and the vocabulary of any model there is.
+MAX_TOKENS = 1 << 24
+# A day.
+MAX_TIMEOUT_MS = 86_400_000
 # Pinned host memory beside a card for pages that leave it, unless a flag says otherwise.
 HOST_KV_MIB = 8192
 
@@ -27,8 +31,8 @@ class EngineConfig:
     `kv_capacity` None means auto: min(lanes x context, what fits). `device_state_slots` None means as many spare state
     images as lanes. `host_kv_mib` None means 8192 beside a card and no host tier on the CPU; `host_state_slots` None
     follows from the continuations and prefixes that are asked for. `dtype` auto is the fastest route of the device;
-    float32 and float64 are the exact routes that tests compare. `named` are switches that are on anyway and were
-    turned on by name: asked for so, they have to have an effect.
+    float32 and float64 are the exact routes that tests compare. `named` are the flags that were typed, be it as
+    they are by default: asked for so, they have to have an effect.
     """
 
     model: str

@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from longlane.config import MAX_TIMEOUT_MS
 from longlane.errors import RequestError
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1)]
 TokenLimit = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
-Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
+Milliseconds = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
 
 
 def one_of(*words: str) -> Meta:

@@ -18,9 +18,9 @@ from longlane.api.schemas import ChatRequest
 from longlane.api.state import ServerState
 from longlane.api.thinking import END
 from longlane.api.usage import milliseconds, rate, timings
-from longlane.cli.options import MODEL, pick, pick_engine, takes
+from longlane.cli.options import MODEL, pick, pick_engine, takes, whole
 from longlane.cli.session import LoadingBars, open_session
-from longlane.config import EngineConfig, ServerConfig
+from longlane.config import MAX_TOKENS, EngineConfig, ServerConfig
 from longlane.errors import ConfigError, LonglaneError, counted
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def chat(
     model: Annotated[str, typer.Argument(help=MODEL)],
     prompt: Annotated[str | None, typer.Option(help="Ask this, print the answer, leave.")] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Limit of an answer.", min=1)] = 1024,
+    max_tokens: Annotated[int, whole("Limit of an answer.", 1, MAX_TOKENS)] = 1024,
     hide_thinking: Annotated[bool, typer.Option("--hide-thinking", help="Do not show thoughts.")] = False,
     **values: Any,
 ) -> None:

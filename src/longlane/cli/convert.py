@@ -9,6 +9,8 @@ from typer import Argument, Option
 from longlane.artifact import locate, report
 from longlane.artifact.container import Artifact, is_artifact
 from longlane.artifact.writer import MAX_FILE_BYTES
+from longlane.cli.options import MOST_BYTES, whole
+from longlane.config import MAX_TOKENS
 from longlane.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,11 +32,11 @@ def convert(
     container: Annotated[Container, Option(help="v2 only for the released models that it can name.")] = "v3",
     name: Annotated[str | None, Option(help="Name of the model, for inspect; for v2 the identity.")] = None,
     dflash2_model: Annotated[Path | None, Option(**DIRECTORY, help="Directory of a DFlash2 drafter to add.")] = None,
-    draft_head_rows: Annotated[int | None, Option(min=1, help="Tokens of the reduced output head.")] = None,
+    draft_head_rows: Annotated[int | None, whole("Tokens of the reduced output head.", 1, MAX_TOKENS)] = None,
     draft_counts: Annotated[Path | None, Option(**FILE, help="Occurrences of each token: int64 values.")] = None,
     draft_text: Annotated[Path | None, Option(**FILE, help="A UTF-8 text whose tokens are counted.")] = None,
     max_file_bytes: Annotated[
-        int, Option(min=1 << 20, help="Split v3 into files of at most so many bytes.")
+        int, whole("Split v3 into files of at most so many bytes.", 1 << 20, MOST_BYTES)
     ] = MAX_FILE_BYTES,
     force: Annotated[bool, Option("--force", help="Replace an existing target.")] = False,
 ) -> None:

@@ -2,22 +2,45 @@
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from longlane.config import MAX_LANES, EngineConfig
+from longlane.config import MAX_LANES, MAX_LOOKUP_DRAFTS, MAX_TIMEOUT_MS, MAX_TOKENS, EngineConfig
 
 MODEL = "An artifact, a Hugging Face directory, a GGUF file, demo or tiny."
 
 
-def _parse_tokens(text: str) -> int | None:
-    if text == "auto":
-        return None
-    if not text.isdecimal() or int(text) == 0:
-        raise typer.BadParameter("must be a number of tokens, at least 1, or auto")
-    return int(text)
+# Far above what there is, so that a digit too many is refused where it was typed.
+MOST_MIB, MOST_GIB, MOST_BYTES = 1 << 24, 1 << 20, 1 << 50
+MOST_STATES, MOST_THREADS, MOST_RESTARTS, MOST_PENDING = 1 << 20, 1 << 10, 1 << 10, 1 << 16
+
+
+def whole(help: str, least: int, most: int, *, auto: bool = False) -> Any:
+    """A flag that takes a whole number from `least` to `most`; with `auto` that word too, which is None."""
+    return _number(help, int, least, most, r"-?[0-9]{1,20}", auto=auto)
+
+
+def _decimal(help: str, least: float, most: float) -> Any:
+    return _number(help, float, least, most, r"-?([0-9]+\.?[0-9]*|\.[0-9]+)(e-?[0-9]{1,3})?")
+
+
+def _number(help: str, kind: type[int | float], least: float, most: float, form: str, *, auto: bool = False) -> Any:
+    noun = f"a {'whole ' * (kind is int)}number from {least} to {most}"
+    refused = f"is neither auto nor {noun}" if auto else f"is not {noun}"
+
+    def parse(text: str | float) -> float | None:
+        if not isinstance(text, str):
+            return text  # the default
+        if auto and text == "auto":
+            return None
+        if not re.fullmatch(form, text) or not least <= (value := kind(text)) <= most:
+            raise typer.BadParameter(f"{text!r} {refused}")
+        return value
+
+    return _option(help, parser=parse, metavar=f"{least}..{most}" + "|auto" * auto)
 
 
 def _option(help: str, *names: str, **more: Any) -> Any:
@@ -30,40 +53,48 @@ HELP = {
     "weights": _option("How a Hugging Face directory is loaded; an artifact is taken as it is."),
     "kv_dtype": _option("Format of cached keys and values."),
     "gdn_state": _option("Format of recurrent states; bf16 halves them."),
-    "max_context": _option("Most tokens of prompt and answer together. Default 8192.", min=1),
-    "kv_capacity": _option(
+    "max_context": whole("Most tokens of prompt and answer together. Default 8192.", 1, MAX_TOKENS),
+    "kv_capacity": whole(
         "Tokens in the KV pool, or auto: what lanes x context need, at most what fits. Default auto.",
-        parser=_parse_tokens,
-        metavar="N|auto",
+        1,
+        MAX_LANES * MAX_TOKENS,
+        auto=True,
     ),
-    "max_concurrency": _option("Lanes: requests that run at once.", min=1, max=MAX_LANES),
-    "max_pending_requests": _option("Requests that may wait; one more gets 429.", min=1),
-    "pending_timeout_ms": _option("Longest wait for a lane; then 503.", min=1),
-    "device_state_slots": _option(
-        "State images beside the lanes', for prefixes to continue from. Default as lanes.", min=0
+    "max_concurrency": whole("Lanes: requests that run at once.", 1, MAX_LANES),
+    "max_pending_requests": whole("Requests that may wait; one more gets 429.", 1, MOST_PENDING),
+    "pending_timeout_ms": whole("Longest wait for a lane; then 503.", 1, MAX_TIMEOUT_MS),
+    "device_state_slots": whole(
+        "State images beside the lanes', for prefixes to continue from. Default as lanes.", 0, MOST_STATES
     ),
     "prefix_reuse": _option("Keep prefixes for later prompts.", "--prefix-reuse/--no-prefix-reuse"),
-    "host_kv_mib": _option("Host memory for pages that left the device; default 8192 beside a card, else 0.", min=0),
-    "host_state_slots": _option("State images in host memory; default by the three flags below.", min=0),
-    "max_private_continuations": _option("Conversations to hold states for on the host; default 2 a lane.", min=0),
-    "max_shared_prefixes": _option(
-        "Shared prefixes to hold states for on the host; default one a lane, at least 4.", min=0
+    "host_kv_mib": whole(
+        "Host memory for pages that left the device; default 8192 beside a card, else 0.", 0, MOST_MIB
     ),
-    "max_long_anchors_per_continuation": _option("States inside a long history to hold on the host.", min=0),
-    "auto_long_anchors": _option("Keep a state at so many of a prompt's last message ends; 0 at none.", min=0),
+    "host_state_slots": whole("State images in host memory; default by the three flags below.", 0, MOST_STATES),
+    "max_private_continuations": whole(
+        "Conversations to hold states for on the host; default 2 a lane.", 0, MOST_STATES
+    ),
+    "max_shared_prefixes": whole(
+        "Shared prefixes to hold states for on the host; default one a lane, at least 4.", 0, MOST_STATES
+    ),
+    "max_long_anchors_per_continuation": whole("States inside a long history to hold on the host.", 0, MOST_STATES),
+    "auto_long_anchors": whole("Keep a state at so many of a prompt's last message ends; 0 at none.", 0, MOST_STATES),
     "disk_cache": _option("Folder for prefixes that survive a restart."),
-    "disk_cache_gib": _option("Most disk space of this model in it.", min=1),
-    "prefill_chunk": _option(
+    "disk_cache_gib": whole("Most disk space of this model in it.", 1, MOST_GIB),
+    "prefill_chunk": whole(
         "Most prompt tokens of one step, or auto: 1024, on a large card up to 4096. Default auto.",
-        parser=_parse_tokens,
-        metavar="N|auto",
+        1,
+        MAX_TOKENS,
+        auto=True,
     ),
-    "decode_floor": _option("Share of time that decoding keeps beside prefills.", min=0, max=0.95),
+    "decode_floor": _decimal("Share of time that decoding keeps beside prefills.", 0, 0.95),
     "spec": _option("Speculative decoding."),
-    "draft_tokens": _option("Most drafted tokens a round: up to 5 of mtp, 15 of lookup. Default auto.", min=1, max=15),
+    "draft_tokens": whole(
+        "Most drafted tokens a round: up to 5 of mtp, 15 of lookup. Default auto.", 1, MAX_LOOKUP_DRAFTS
+    ),
     "lm_head_draft": _option("Draft with the reduced output head.", "--lm-head-draft"),
-    "memory_bytes": _option("Plan for a device of so many bytes instead of asking it.", min=1),
-    "threads": _option("CPU threads of the engine.", min=1),
+    "memory_bytes": whole("Plan for a device of so many bytes instead of asking it.", 1, MOST_BYTES),
+    "threads": whole("CPU threads of the engine.", 1, MOST_THREADS),
     "cuda_graph": _option(
         "Replay decode steps as CUDA graphs, captured at start; without, the same code runs step by step.",
         "--cuda-graph/--no-cuda-graph",
@@ -80,29 +111,31 @@ HELP = {
     "on_fault": _option(
         "After a fault of the engine: restart without CUDA graphs if it used them, as it was, or not at all."
     ),
-    "max_restarts": _option("Restarts within ten minutes before the engine is left dead.", min=0),
-    "watchdog_timeout": _option("Longest silence of a loaded engine in seconds; then it is restarted.", min=2),
+    "max_restarts": whole("Restarts within ten minutes before the engine is left dead.", 0, MOST_RESTARTS),
+    "watchdog_timeout": _decimal(
+        "Longest silence of a loaded engine in seconds; then it is restarted.", 2, MAX_TIMEOUT_MS // 1000
+    ),
     "fault_dir": _option("Folder for fault reports; default faults in the cache folder.", file_okay=False),
     "host": _option("Address to listen on."),
-    "port": _option("Port to listen on.", min=1, max=65535),
+    "port": whole("Port to listen on.", 1, 65535),
     "api_key": _option("Ask for this key (Authorization: Bearer, or x-api-key)."),
     "model_id": _option("Public name of the model; default MODEL as it was given."),
-    "default_max_tokens": _option("Limit of an answer whose request sets none.", min=1),
-    "max_request_mib": _option("Largest body; a larger one gets 413.", min=1),
+    "default_max_tokens": whole("Limit of an answer whose request sets none.", 1, MAX_TOKENS),
+    "max_request_mib": whole("Largest body; a larger one gets 413.", 1, MOST_MIB),
     "request_log_jsonl": _option("Append one JSON line for each event of a request; no text in it."),
     "log_level": _option("trace, debug, info, warning or error."),
     "cors": _option("Let any web page use the server.", "--cors"),
     "no_thinking": _option("Thinking is off unless a request asks for it.", "--no-thinking"),
-    "default_thinking_budget": _option("Most thinking tokens of an answer whose request sets no budget.", min=1),
+    "default_thinking_budget": whole("Most thinking tokens of an answer whose request sets no budget.", 1, MAX_TOKENS),
     "chat_template": _option("Jinja file to use instead of the model's template.", exists=True, dir_okay=False),
-    "temperature": _option("0 is greedy.", min=0, max=2),
-    "top_p": _option("Keep the most likely tokens up to this mass.", min=0, max=1),
-    "top_k": _option("Keep so many tokens; 0 keeps all.", min=0),
-    "min_p": _option("Keep tokens at least so likely beside the best.", min=0, max=1),
-    "presence_penalty": _option("Taken off the logit of a token that was generated.", min=-2, max=2),
-    "frequency_penalty": _option("Taken off once for each time it was generated.", min=-2, max=2),
-    "repetition_penalty": _option("Divides the logit of a token in prompt or answer; 1 is none.", min=0.01, max=2),
-    "seed": _option("Seed of requests that bring none; without it each gets its own.", min=0, max=2**64 - 1),
+    "temperature": _decimal("0 is greedy.", 0, 2),
+    "top_p": _decimal("Keep the most likely tokens up to this mass.", 0, 1),
+    "top_k": whole("Keep so many tokens; 0 keeps all.", 0, MAX_TOKENS),
+    "min_p": _decimal("Keep tokens at least so likely beside the best.", 0, 1),
+    "presence_penalty": _decimal("Taken off the logit of a token that was generated.", -2, 2),
+    "frequency_penalty": _decimal("Taken off once for each time it was generated.", -2, 2),
+    "repetition_penalty": _decimal("Divides the logit of a token in prompt or answer; 1 is none.", 0.01, 2),
+    "seed": whole("Seed of requests that bring none; without it each gets its own.", 0, 2**64 - 1),
     "greedy": _option("Always the most likely token, whatever a request says.", "--greedy"),
 }
 
@@ -152,8 +185,7 @@ def pick(config: type[Any], values: dict[str, Any]) -> Any:
 
 
 def pick_engine(context: typer.Context, model: str, values: dict[str, Any]) -> EngineConfig:
-    """The engine's configuration, with the switches that are on anyway and were turned on by name."""
-    on = {field.name for field in dataclasses.fields(EngineConfig) if field.default is True}
-    named = tuple(name for name, value in values.items() if name in on and value and given(context, name))
+    """The engine's configuration, with the names of the flags that were typed."""
+    named = tuple(name for name in values if given(context, name))
     config: EngineConfig = pick(EngineConfig, {"model": model, "named": named, **values})
     return config

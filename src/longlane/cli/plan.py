@@ -15,9 +15,9 @@ from longlane.artifact.locate import find
 from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import weight_bytes
 from longlane.artifact.text_config import read_json
-from longlane.cli.options import HELP, MODEL, pick_engine, takes
+from longlane.cli.options import HELP, MODEL, MOST_BYTES, pick_engine, takes, whole
 from longlane.cli.tables import print_plan
-from longlane.config import EngineConfig
+from longlane.config import MAX_TOKENS, EngineConfig
 from longlane.engine.flags import check_flags, check_model_flags, needs_host, sections
 from longlane.engine.planning import plan_request
 from longlane.errors import ConfigError
@@ -47,7 +47,7 @@ def plan(
         bool, typer.Option("--vision", help="Count the vision tower, which serve does not load yet.")
     ] = False,
     vision_max_tokens: Annotated[
-        int | None, typer.Option(help="Image tokens a request, implies --vision; default 8192.", min=1)
+        int | None, whole("Image tokens a request, implies --vision; default 8192.", 1, MAX_TOKENS)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     **values: Any,
@@ -82,6 +82,8 @@ def parse_size(text: str) -> int:
     if found is None or found[2].upper() not in UNITS:
         raise ConfigError(f"--vram {text!r} is not a size; write for instance 32760MiB, 24GiB or a number of bytes")
     size = int(float(found[1]) * UNITS[found[2].upper()])
+    if size > MOST_BYTES:
+        raise ConfigError(f"--vram {text} is more than any card has; write for instance 32760MiB or 24GiB")
     if size < UNITS["MIB"] and not found[2]:
         unit = "MiB" if size >= 1024 else "GiB"
         raise ConfigError(f"--vram {text} is {size} bytes; if {unit} are meant, write {text.strip()}{unit}")

@@ -16,7 +16,7 @@ import longlane
 from longlane.api.server import listen
 from longlane.api.server import serve as serve_http
 from longlane.api.state import ServerState
-from longlane.cli.options import MODEL, pick, pick_engine, takes
+from longlane.cli.options import MODEL, given, pick, pick_engine, takes
 from longlane.cli.session import LoadingBars, check_folder, open_session
 from longlane.cli.tables import print_plan
 from longlane.config import EngineConfig, FaultPolicy, ServerConfig
@@ -38,6 +38,8 @@ def serve(context: typer.Context, model: Annotated[str, typer.Argument(help=MODE
     if config.model_id == "":
         raise ConfigError("--model-id is empty, which no request could name; leave it out to serve it as MODEL")
     policy: FaultPolicy = pick(FaultPolicy, values)
+    if policy.on_fault == "stop" and given(context, "max_restarts"):
+        raise ConfigError("--max-restarts has no effect beside --on-fault stop; leave one of them out")
     check_folder("--fault-dir", policy.fault_dir)
     console = Console(highlight=False)
     with listen(config.host, config.port) as sock:

@@ -15,7 +15,7 @@ from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
 from longlane.config import EngineConfig, FaultPolicy, ServerConfig
 from longlane.engine.client import EngineClient
-from longlane.engine.flags import check_flags, check_machine, check_model_flags, check_policy, check_sampling
+from longlane.engine.flags import check_flags, check_machine, check_model_flags, check_sampling
 from longlane.errors import ConfigError
 from longlane.text.frontend import Frontend
 from longlane.types import Loading
@@ -27,7 +27,6 @@ def open_session(
     """Everything but the engine process. Raises a `LonglaneError` for a model or a flag that cannot be used."""
     check_flags(engine)
     check_sampling(server)
-    check_policy(policy or FaultPolicy())
     check_folder("--disk-cache", engine.disk_cache)
     check_machine(engine)
     with console.status(f"opening {engine.model}"):

@@ -2,16 +2,17 @@
 tells. No torch: the server asks before it starts an engine."""
 
 import ctypes
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from longlane.artifact.inventory import SECTIONS, Section
 from longlane.artifact.sizes import weight_bytes
-from longlane.config import HOST_KV_MIB, EngineConfig, FaultPolicy, ServerConfig, max_drafts
-from longlane.errors import ConfigError, PlanError
+from longlane.config import HOST_KV_MIB, EngineConfig, ServerConfig, max_drafts
+from longlane.errors import ConfigError, PlanError, counted
 
 # No flag adds one.
 CARD = "a card"
@@ -27,11 +28,15 @@ def check_flags(config: EngineConfig) -> None:
         add = "add it" if len(missing) == 1 else "add them"
         cure = f"leave {flag} out" if missing == [CARD] else f"{add}, or leave {flag} out"
         raise ConfigError(f"{flag} has no effect without {_listed(missing)}; {cure}")
+    if config.host_state_slots is not None and (flag := next(_sizes_of_states(config), "")):
+        raise ConfigError(f"{flag} has no effect beside --host-state-slots, which it sizes; leave one of them out")
 
 
 def check_machine(config: EngineConfig) -> None:
     """What `check_flags` says once it is known whether there is a card, as far as that can be told without torch: where
-    a driver is, torch may still be unable to use it. Raises `ConfigError`."""
+    a driver is, torch may still be unable to use it. Raises `ConfigError`, for more threads than cores too."""
+    if (config.threads or 0) > (cores := os.cpu_count() or 1):
+        raise ConfigError(f"--threads {config.threads}: this machine has {counted(cores, 'core')}; use at most that")
     check_device(name := config.device)
     if name != "cpu" and driver_is_there():
         return
@@ -66,20 +71,24 @@ def needs_host(config: EngineConfig) -> bool:
     return len(_unserved(replace(config, host_kv_mib=0))) > len(_unserved(config))
 
 
+def _sizes_of_states(config: EngineConfig) -> Iterator[str]:
+    """Flags that the number of host states follows from, as far as they were given."""
+    for name in ("max_private_continuations", "max_shared_prefixes", "max_long_anchors_per_continuation"):
+        if _asked(config, name):
+            yield f"--{name.replace('_', '-')}"
+
+
+def _asked(config: EngineConfig, name: str) -> bool:
+    """Whether a flag was given, be it as the default has it."""
+    return name in config.named or getattr(config, name) != getattr(EngineConfig(model=config.model), name)
+
+
 def _listed(things: list[str]) -> str:
     return things[0] if len(things) == 1 else f"{', '.join(things[:-1])} and {things[-1]}"
 
 
 def _unserved(config: EngineConfig) -> list[tuple[str, list[str]]]:
     """Flags without effect, and what is missing for each."""
-    default = EngineConfig(model=config.model)
-
-    def changed(name: str) -> bool:
-        return bool(getattr(config, name) != getattr(default, name))
-
-    anchors, gib = changed("auto_long_anchors"), changed("disk_cache_gib")
-    inside = changed("max_long_anchors_per_continuation")
-
     card = [(CARD, config.device != "cpu")]
     beside = [
         ("--max-concurrency 2 or more", config.max_concurrency > 1),
@@ -103,9 +112,9 @@ def _unserved(config: EngineConfig) -> list[tuple[str, list[str]]]:
         ("--host-state-slots", config.host_state_slots, tiers),
         ("--max-private-continuations", config.max_private_continuations, tiers),
         ("--max-shared-prefixes", config.max_shared_prefixes, tiers),
-        ("--auto-long-anchors", anchors, reuse),
-        ("--disk-cache-gib", gib, [("--disk-cache", bool(config.disk_cache))]),
-        ("--max-long-anchors-per-continuation", inside, tiers),
+        ("--auto-long-anchors", _asked(config, "auto_long_anchors"), reuse),
+        ("--disk-cache-gib", _asked(config, "disk_cache_gib"), [("--disk-cache", bool(config.disk_cache))]),
+        ("--max-long-anchors-per-continuation", _asked(config, "max_long_anchors_per_continuation"), tiers),
         ("--disk-cache", config.disk_cache, tiers),
     )
     unmet = [(flag, [need for need, met in wanted if not met]) for flag, asked, wanted in needs if asked]
@@ -118,10 +127,9 @@ def check_model_flags(config: EngineConfig, text: dict[str, Any], path: Path | N
     text: the text model's configuration. path: where it is from, None for a released geometry.
     """
     native = text.get("max_position_embeddings")
-    if isinstance(native, int) and (config.max_context or 0) > native:
-        raise PlanError(
-            f"--max-context {config.max_context}: the model was trained for {native} tokens; use at most that"
-        )
+    for flag, tokens in (("--max-context", config.max_context), ("--prefill-chunk", config.prefill_chunk)):
+        if isinstance(native, int) and (tokens or 0) > native:
+            raise PlanError(f"{flag} {tokens}: the model was trained for {native} tokens; use at most that")
     for flag, need in _unserved_by(text, config):
         raise ConfigError(f"{flag} has no effect without {need}, and this model has none; leave it out")
     # Raises for a part or a format that is not there.
@@ -163,15 +171,9 @@ def can_be_captured(text: Mapping[str, Any]) -> bool:
     return "num_experts" not in text
 
 
-def check_policy(policy: FaultPolicy) -> None:
-    """Raises `ConfigError` for restarts that are counted and never made."""
-    if policy.on_fault == "stop" and policy.max_restarts != FaultPolicy().max_restarts:
-        raise ConfigError("--max-restarts has no effect beside --on-fault stop; leave one of them out")
-
-
 def check_sampling(server: ServerConfig) -> None:
     """Raises `ConfigError` for a flag about drawing beside the one that nothing is drawn."""
-    drawing = ("temperature", "top_p", "top_k", "min_p")
+    drawing = ("temperature", "top_p", "top_k", "min_p", "seed")
     asked = next((name for name in drawing if getattr(server, name) is not None), None)
     if server.greedy and asked:
         raise ConfigError(f"--{asked.replace('_', '-')} has no effect beside --greedy; leave one of them out")

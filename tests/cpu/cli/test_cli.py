@@ -5,9 +5,12 @@ import re
 import socket
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -110,6 +113,13 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: py
             "--max-long-anchors",
         ),
         (["serve", "tiny", "--on-fault", "stop", "--max-restarts", "5"], "--max-restarts has no effect beside"),
+        (["serve", "tiny", "--on-fault", "stop", "--max-restarts", "3"], "--max-restarts has no effect beside"),
+        (["serve", "tiny", "--disk-cache-gib", "16"], "--disk-cache-gib has no effect without --disk-cache"),
+        (["serve", "tiny", "--host-kv-mib", "64", "--host-state-slots", "9", "--max-shared-prefixes", "3"], "it sizes"),
+        (["serve", "tiny", "--threads", "1024"], "--threads 1024: this machine has"),
+        (["serve", "tiny", "--prefill-chunk", "999999"], "--prefill-chunk 999999: the model was trained for 32768"),
+        (["serve", "tiny", "--greedy", "--seed", "3"], "--seed has no effect beside --greedy; leave one of them out"),
+        (["plan", "--geometry", "qwen3.8-27b", "--vram", "999999999GiB"], "is more than any card has"),
         (["serve", "tiny", "--greedy", "--top-k", "5"], "--top-k has no effect beside --greedy"),
         (["chat", "tiny", "--greedy", "--temperature", "0"], "--temperature has no effect beside --greedy"),
         (
@@ -220,15 +230,8 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], monkeypat
 @pytest.mark.parametrize(
     "args",
     [
-        ["--port", "0"],
-        ["--port", "65536"],
-        ["--temperature", "2.5"],
         ["--kv-dtype", "int3"],
-        ["--kv-capacity", "some"],
-        ["--kv-capacity", "0"],
         ["--max-concurrency"],
-        ["--max-concurrency", "0"],
-        ["--max-concurrency", "17"],
         ["--no-such-flag"],
         ["--chat-template", "/nowhere"],
     ],
@@ -238,3 +241,36 @@ def test_a_flag_out_of_range_stops_before_anything_is_loaded(args: list[str]) ->
     assert result.exit_code == 2
     assert args[0] in result.output
     assert "Value error" not in result.output
+
+
+ARGUMENTS = {"serve": ["m"], "chat": ["m"], "convert": ["m", "n"], "inspect": ["m"]}
+NUMBERS = [
+    (name, flag.opts[0], flag.metavar)
+    for name in COMMANDS
+    for flag in load(name).params
+    if ".." in (getattr(flag, "metavar", None) or "")
+]
+NO_NUMBERS = ["nan", "inf", "-inf", "", " 5 ", "5_0", "\u0663", "0x5", "1e400", "9" * 5000, "-" + "9" * 18, str(10**30)]
+
+
+@pytest.mark.parametrize(("name", "flag", "range"), NUMBERS, ids=[f"{name}{flag}" for name, flag, _ in NUMBERS])
+def test_a_number_is_taken_from_its_least_to_its_most_and_none_beyond(name: str, flag: str, range: str) -> None:
+    command, (least, _, most) = load(name), range.removesuffix("|auto").partition("..")
+
+    def taken(value: str) -> Any:
+        context = command.make_context(name, [*ARGUMENTS.get(name, []), f"{flag}={value}"])
+        return context.params[flag.removeprefix("--").replace("-", "_")]
+
+    assert [str(taken(value)).removesuffix(".0") for value in (least, most)] == [least, most]
+    beyond = [str(Decimal(least) - 1), str(Decimal(most) + 1)]
+    for value in [*NO_NUMBERS, *beyond]:
+        with pytest.raises(typer.BadParameter, match=f"number from {re.escape(least)} to {re.escape(most)}$"):
+            taken(value)
+
+
+def test_numbers_are_whole_where_parts_of_one_make_no_sense() -> None:
+    command = load("serve")
+    for value in ("1.5", "1e3"):
+        with pytest.raises(typer.BadParameter, match=f"'{value}' is not a whole number from 1 to 16"):
+            command.make_context("serve", ["m", f"--max-concurrency={value}"])
+    assert command.make_context("serve", ["m", "--top-p=1e-2"]).params["top_p"] == 0.01

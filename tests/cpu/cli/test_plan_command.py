@@ -123,7 +123,7 @@ def test_only_a_flag_that_a_host_tier_serves_needs_one() -> None:
     assert not needs_host(EngineConfig(model="m", draft_tokens=3))
 
 
-def test_switches_that_are_on_anyway_are_known_by_name() -> None:
+def test_what_was_typed_is_known() -> None:
     made = []
     app = typer.Typer()
 
@@ -135,7 +135,9 @@ def test_switches_that_are_on_anyway_are_known_by_name() -> None:
     typed = ["--overlap", "--no-cuda-graph", "--lm-head-draft", "--spec", "mtp"]
     result = CliRunner().invoke(app, typed)
     assert result.exit_code == 0, result.output
-    assert [(config.named, config.lm_head_draft) for config in made] == [(("overlap",), True)]
+    assert [(config.named, config.lm_head_draft) for config in made] == [
+        (("spec", "lm_head_draft", "cuda_graph", "overlap"), True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -161,12 +163,12 @@ def test_what_cannot_be_is_one_line(app: typer.Typer, command: str, match: str) 
 @pytest.mark.parametrize(
     ("flag", "right"),
     [
-        ("--draft-tokens 99", "less than or equal"),
-        ("--max-concurrency 17", "less than or equal to 16"),
-        ("--device-state-slots -1", "greater than or equal"),
-        ("--vision-max-tokens -3", "greater than or equal"),
-        ("--kv-capacity lots", "must be a number of tokens, at least 1, or auto"),
-        ("--prefill-chunk 0", "must be a number of tokens, at least 1, or auto"),
+        ("--draft-tokens 99", "from 1 to 15"),
+        ("--max-concurrency 17", "from 1 to 16"),
+        ("--device-state-slots -1", "from 0 to"),
+        ("--vision-max-tokens -3", "from 1 to"),
+        ("--kv-capacity lots", "neither auto nor a whole number from 1 to"),
+        ("--prefill-chunk 0", "neither auto nor a whole number from 1 to"),
         ("--weights q2", "groupwise-int"),
         ("--kv-dtype q2", "rk4v4-e8"),
     ],
