@@ -1,4 +1,4 @@
-"""Chunks of prompts: launched on the main stream between two rounds, or on a stream of their own beside them."""
+"""Chunks of prompts: launched between two rounds, or on a stream of their own beside them."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -72,7 +72,7 @@ class StreamLane:
 
 
 class Chunks:
-    """One chunk at a time on the main stream, and one on `beside`, the lane for those that run at the same time."""
+    """One chunk at a time between rounds, and one on `beside`, the lane for those that run at the same time."""
 
     def __init__(
         self, model: Model, caches: Caches, device: torch.device, drafter: MTPDrafter | None, table_pages: int
@@ -80,8 +80,15 @@ class Chunks:
         self._model, self._caches, self._drafter = model, caches, drafter
         self._device, self._table_pages = device, table_pages
         self.beside: Lane | None = None
+        self._between: torch.cuda.Stream | None = None
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._logits: Tensor | None = None
+
+    def part(self, stream: torch.cuda.Stream) -> None:
+        """From now on a chunk may run beside rounds, on the multiprocessors of `stream`."""
+        self.beside = StreamLane(stream)
+        # All multiprocessors turn to its kernels before those of the chunk beside, however long these still take.
+        self._between = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
 
     def launch(self, row: Row, *, decides: bool, beside: bool) -> None:
         """Start on a row, whose pages and slot nobody else may use until it is done."""
@@ -91,7 +98,7 @@ class Chunks:
             assert self.beside is not None
             self.beside.submit(work)
             return
-        self._logits = work()
+        self._logits = _on(self._between, work) if self._between else work()
         if self._done:
             self._done.record()
 
@@ -122,3 +129,13 @@ class Chunks:
         if self._drafter:
             self._drafter.observe(batch, hidden)
         return self._model.logits(hidden[-1:]) if decides else None
+
+
+def _on(stream: torch.cuda.Stream, work: Callable[[], Tensor | None]) -> Tensor | None:
+    """Run `work` on another stream, in its turn of the current one."""
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        result = work()
+    current.wait_stream(stream)
+    return result

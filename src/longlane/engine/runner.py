@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longlane.config import MAX_LANES
 from longlane.engine.batch import Row
-from longlane.engine.chunks import Chunks, StreamLane
+from longlane.engine.chunks import Chunks
 from longlane.engine.partition import can_be_parted, part
 from longlane.engine.steps import Answer, Limits, Model, Steps
 from longlane.layers.batch import Caches
@@ -74,7 +74,7 @@ class Runner:
                 for done, rows in enumerate(sizes, len(sizes)):
                     yield done, total
                     self.steps.warm_up(rows, capture=True, part=parts[0])
-                self.chunks.beside = StreamLane(parts[1].stream)
+                self.chunks.part(parts[1].stream)
                 log.info("a round beside a chunk has %d multiprocessors, the chunk %d", parts[0].sms, parts[1].sms)
         torch.cuda.empty_cache()
         yield total, total

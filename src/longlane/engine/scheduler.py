@@ -20,6 +20,8 @@ MAX_DECODE_FLOOR = 0.95
 WHOLE_PAGES = 8 * PAGE
 # A prompt with so little left need not wait until decode rows have had their time for the chunk before it.
 QUICK = 8 * PAGE
+# A chunk beside rounds may last so many gaps: a card unpacks every matrix once a chunk.
+BESIDE_GAPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,8 @@ class Policy:
     """prefill_chunk: most tokens a chunk has. decode_floor: share of time that decode rows keep beside prefills, at
     most `MAX_DECODE_FLOOR`. lanes: most requests that run at once. concurrent: a chunk can run beside rounds, each on
     its part of the card. gap_s: how long a chunk may hold up decode rows, or a newcomer that a free lane could take;
-    one beside them holds up only who is not `QUICK`, and may take twice as long. step_s: how long one may last at all,
-    so that a cancellation is heard and the watchdog sees life on the slowest machine."""
+    one beside them holds up only who is not `QUICK`, and may take `BESIDE_GAPS` of it. step_s: how long one may last at
+    all, so that a cancellation is heard and the watchdog sees life on the slowest machine."""
 
     prefill_chunk: int
     decode_floor: float
@@ -109,7 +111,7 @@ def plan_step(state: Snapshot, policy: Policy) -> StepPlan:
     free = len(state.running) < policy.lanes
     limit_s = policy.step_s
     if beside:
-        limit_s = 2 * policy.gap_s if free else policy.step_s
+        limit_s = BESIDE_GAPS * policy.gap_s if free else policy.step_s
     elif decode or free:
         limit_s = policy.gap_s
     # A token costs more the more there are before it, so that another's may mislead by half.

@@ -125,7 +125,7 @@ def test_where_the_card_can_be_parted_a_chunk_runs_beside_the_rounds():
 
     long, other, short = row("long", 9000), row("other", 8000, arrival=1), row("short", 150, arrival=2)
     first = made(row("a"), long, debt_s=9.0)
-    assert (first.decode, first.prefill, first.beside) == (("a",), None, Chunk("long", 398))
+    assert (first.decode, first.prefill, first.beside) == (("a",), None, Chunk("long", 768))
     assert made(row("a"), long, other, debt_s=9.0).beside == Chunk("other", 1024), "no lane is free for a newcomer"
     # Beside one that runs still, only a short one has its turn.
     assert made(row("a"), long, beside="long") == StepPlan(("a",), None)
