@@ -20,9 +20,9 @@ from torch import Tensor
 
 from longlane.kernels import kv_codec
 from longlane.kernels.attention import Rotation
-from longlane.kernels.kv_codec.layout import CODECS, RAW_BYTES, vector_bytes
 from longlane.kernels.kv_codec.pages import KVPages
 from longlane.kernels.ragged import Ragged, ragged
+from longlane.kernels.sizes import CODECS, RAW_BYTES, vector_bytes
 from longlane.memory.arena import Arena, Ticket
 
 LAYERS, ROTATED = 16, 32

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longlane.kernels.kv_codec import codes, cpu
-from longlane.kernels.kv_codec.layout import GROUP
+from longlane.kernels.sizes import GROUP
 
 Groups = Callable[[Tensor], tuple[Tensor, Tensor]]
 SEARCH = 12

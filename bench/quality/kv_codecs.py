@@ -22,13 +22,14 @@ from torch.nn import functional
 
 from longlane.artifact.geometry import GEOMETRIES
 from longlane.artifact.locate import resolve
+from longlane.artifact.model_config import cache_spec
 from longlane.artifact.resources import open_resources
 from longlane.config import EngineConfig
 from longlane.engine.startup import choose_device, load
 from longlane.kernels.kv_codec import codes, cpu
-from longlane.kernels.kv_codec.layout import vector_bytes
+from longlane.kernels.sizes import vector_bytes
 from longlane.models.decoder import Decoder
-from longlane.models.registry import cache_spec, load_model
+from longlane.models.registry import load_model
 from longlane.text.frontend import Frontend
 from longlane.types import CacheSpec
 

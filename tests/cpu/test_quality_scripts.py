@@ -9,7 +9,7 @@ from bench.quality import corpus, encoders, gdn_states, kv_codecs, skills, tasks
 from bench.quality.harness import known_lines, table
 
 from longlane.artifact.geometry import GEOMETRIES
-from longlane.models.registry import cache_spec
+from longlane.artifact.model_config import cache_spec
 
 
 def run_script(module, tmp_path, monkeypatch, *arguments: str) -> dict:

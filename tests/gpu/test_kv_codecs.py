@@ -8,7 +8,7 @@ import torch
 
 from longlane.kernels import kv_codec
 from longlane.kernels.attention import naive
-from longlane.kernels.kv_codec.layout import CODE_BITS
+from longlane.kernels.sizes import CODE_BITS
 from support import route_checks
 
 BF16 = torch.bfloat16

@@ -16,9 +16,9 @@ from longlane.kernels.gdn import Record
 from longlane.kernels.gdn import naive as naive_gdn
 from longlane.kernels.kv_codec import cpu as cpu_codec
 from longlane.kernels.kv_codec import naive as naive_codec
-from longlane.kernels.kv_codec.layout import CODE_BITS, RAW_BYTES
 from longlane.kernels.norm_rope import naive as naive_norm
 from longlane.kernels.ragged import Ragged
+from longlane.kernels.sizes import CODE_BITS, RAW_BYTES
 from support.rows import make_rows
 
 EPS = 1e-6

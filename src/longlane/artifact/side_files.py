@@ -12,6 +12,11 @@ AGAIN = "fetch the file again"
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 
 
+def place(source: Path) -> str:
+    """Where the configuration of a model stands: in a directory's file of its own, or inside of a file."""
+    return f"{source}: its configuration" if source.is_file() else str(source / "config.json")
+
+
 class AddedToken(msgspec.Struct, frozen=True):
     """A token that no text becomes unless a template writes it. The strips: whether it eats the space beside it."""
 

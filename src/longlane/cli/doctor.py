@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from longlane.artifact.model_config import cache_spec
 from longlane.cli.machine import ceilings, check_room, describe, hazards
 from longlane.cli.options import MODEL
 from longlane.cli.plan import model_config
@@ -19,7 +20,6 @@ from longlane.engine.startup import choose_device
 from longlane.errors import PlanError, counted
 from longlane.kernels.selftest import Check, checks
 from longlane.memory.planner import make_plan
-from longlane.models.registry import cache_spec
 from longlane.types import MemoryPlan
 
 FAILED = 1

@@ -12,6 +12,7 @@ import typer
 from longlane.artifact.checkpoint import gguf_header
 from longlane.artifact.inventory import GEOMETRIES
 from longlane.artifact.locate import find
+from longlane.artifact.model_config import cache_spec
 from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import weight_bytes
 from longlane.artifact.text_config import read_json
@@ -23,7 +24,6 @@ from longlane.engine.planning import plan_request
 from longlane.errors import ConfigError
 from longlane.memory.plan import GIB, MIB
 from longlane.memory.planner import make_plan
-from longlane.models.registry import cache_spec
 
 # The flags of `serve` that a plan depends on.
 PLANNED = frozenset(

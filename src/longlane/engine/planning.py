@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from longlane.artifact.model_config import cache_spec
 from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import Plain, weight_bytes
 from longlane.config import EngineConfig, max_drafts
@@ -32,7 +33,7 @@ from longlane.memory.plan import (
     page_bytes,
 )
 from longlane.memory.planner import make_plan
-from longlane.models.registry import LoadedModel, cache_spec
+from longlane.models.registry import LoadedModel
 from longlane.types import CacheSpec, MemoryPlan
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}

@@ -10,13 +10,12 @@ from typing import Any
 
 from longlane.config import MAX_MTP_DRAFTS, GdnState
 from longlane.errors import counted
-from longlane.kernels import layout
-from longlane.kernels.attention.limits import PARTS, SEGMENT
-from longlane.kernels.kv_codec.layout import RAW_BYTES, vector_bytes
+from longlane.kernels import sizes
+from longlane.kernels.sizes import PARTS, RAW_BYTES, SEGMENT, vector_bytes
 from longlane.types import CacheSpec, Pool
 
 # Tokens.
-PAGE = layout.PAGE
+PAGE = sizes.PAGE
 MIB = 1 << 20
 GIB = 1 << 30
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from longlane.config import MAX_LANES
 from longlane.errors import PlanError, counted
-from longlane.kernels.kv_codec.layout import CODECS, GROUP, divides
+from longlane.kernels.sizes import CODECS, GROUP, divides
 from longlane.memory.plan import MIB, PAGE, PlanRequest, chunk_tokens, fixed_pools, page_bytes, sized
 from longlane.types import MemoryPlan, Pool
 

@@ -10,15 +10,13 @@ import torch
 
 from longlane.artifact.checkpoint import Told, load_weights
 from longlane.artifact.draft_head import DraftHead
-from longlane.artifact.text_config import ARCHITECTURES, LLAMA
+from longlane.artifact.llama_config import LlamaConfig
+from longlane.artifact.model_config import parse
 from longlane.config import WeightsMode
-from longlane.errors import CheckpointError
 from longlane.kernels.linear import Weight
 from longlane.layers.parameters import HandedOver
 from longlane.models.decoder import Decoder
-from longlane.models.llama import config as llama_config
 from longlane.models.llama import text as llama_text
-from longlane.models.qwen3_5 import config as qwen35_config
 from longlane.models.qwen3_5 import text as qwen35_text
 from longlane.types import CacheSpec, ModelInfo
 
@@ -70,7 +68,7 @@ def load_model(
         torch.cuda.empty_cache()
     info = ModelInfo(
         name=path.stem if path.is_file() else path.name,
-        family="llama" if family(config, path) == LLAMA else "qwen3_5",
+        family="llama" if isinstance(parse(config, path), LlamaConfig) else "qwen3_5",
         parameters=parameters,
         vocab_size=config["vocab_size"],
         max_context=config["max_position_embeddings"],
@@ -89,25 +87,7 @@ def build(
     source: Path = Path(),
 ) -> Decoder:
     """The model that `config` describes, from weights under artifact names. Raises CheckpointError."""
-    device = torch.device(device)
-    if family(config, source) == LLAMA:
-        return llama_text.build(llama_config.parse(config), weights, device=device, dtype=dtype, packed=packed)
-    return qwen35_text.build(qwen35_config.parse(config, source), weights, device=device, dtype=dtype, packed=packed)
-
-
-def cache_spec(config: Mapping[str, Any], *, mtp: bool, source: Path = Path()) -> CacheSpec:
-    """What a model of this configuration keeps per token and per lane, without building it. Raises CheckpointError."""
-    if family(config, source) == LLAMA:
-        return llama_text.cache_spec(llama_config.parse(config))
-    return qwen35_text.cache_spec(qwen35_config.parse(config, source), mtp=mtp)
-
-
-def family(config: Mapping[str, Any], source: Path = Path()) -> str:
-    """The architecture in the spelling of the text-only model. Raises CheckpointError for any other."""
-    spelling = (config.get("architectures") or [None])[0]
-    if spelling == LLAMA or (spelling is None and config.get("model_type") == "llama"):
-        return LLAMA
-    if found := ARCHITECTURES.get(str(spelling)):
-        return found
-    known = ", ".join([LLAMA, *sorted(ARCHITECTURES)])
-    raise CheckpointError(f"{source}: architecture {spelling!r} is not supported; this build runs {known}")
+    device, parsed = torch.device(device), parse(config, source)
+    if isinstance(parsed, LlamaConfig):
+        return llama_text.build(parsed, weights, device=device, dtype=dtype, packed=packed)
+    return qwen35_text.build(parsed, weights, device=device, dtype=dtype, packed=packed)

@@ -17,11 +17,11 @@ from longlane.api.sampling import SamplingDefaults
 from longlane.artifact.checkpoint import load_weights
 from longlane.artifact.huggingface import INDEX
 from longlane.artifact.inspect import summarize_directory
+from longlane.artifact.model_config import cache_spec
 from longlane.artifact.resources import open_resources
 from longlane.config import EngineConfig, ServerConfig
 from longlane.engine.flags import check_model_flags
 from longlane.errors import LonglaneError
-from longlane.models.registry import cache_spec
 from longlane.text.frontend import Frontend
 from support.random_checkpoint import DENSE, write_checkpoint
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from longlane.artifact.checkpoint import open_gguf
 from longlane.artifact.gguf_file import GgufFile
 from longlane.artifact.inspect import summarize_gguf
+from longlane.artifact.model_config import cache_spec
 from longlane.artifact.recipe import assemble
 from longlane.errors import CheckpointError, LonglaneError
-from longlane.models.registry import cache_spec
 from longlane.text.frontend import Frontend
 from support.gguf_files import random_arrays, write_gguf
 

@@ -14,6 +14,7 @@ from longlane.artifact.container import Artifact
 from longlane.artifact.convert import Options, convert
 from longlane.artifact.inventory import GEOMETRIES
 from longlane.artifact.locate import find
+from longlane.artifact.model_config import cache_spec
 from longlane.cli.options import pick_engine, takes
 from longlane.cli.plan import PLANNED, parse_size, plan
 from longlane.config import EngineConfig
@@ -21,7 +22,6 @@ from longlane.engine.flags import needs_host, sections
 from longlane.engine.planning import plan_request
 from longlane.errors import ConfigError
 from longlane.memory.plan import PlanRequest
-from longlane.models.registry import cache_spec
 
 ORDER = (
     "--geometry qwen3.8-27b --vram {vram} --kv-dtype {codec} --max-concurrency {lanes} --max-context 262144 "

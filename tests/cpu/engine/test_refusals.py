@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from longlane.artifact.inventory import GEOMETRIES
 from longlane.artifact.locate import find
+from longlane.artifact.model_config import cache_spec
 from longlane.artifact.sizes import weight_bytes
 from longlane.config import EngineConfig, SpecMode
 from longlane.engine import flags
@@ -21,7 +22,6 @@ from longlane.engine.planning import check_model, plan_request
 from longlane.errors import ConfigError, PlanError
 from longlane.memory.plan import GIB, PlanRequest, fixed_pools, page_bytes
 from longlane.memory.planner import make_plan
-from longlane.models.registry import cache_spec
 
 CARD = torch.device("cuda")
 FOLDER = {"disk_cache": "a folder"}

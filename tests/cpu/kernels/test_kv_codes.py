@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from longlane.kernels.kv_codec import codes, scalar
-from longlane.kernels.kv_codec.layout import CODE_BITS, vector_bytes
+from longlane.kernels.sizes import CODE_BITS, vector_bytes
 
 CODED = sorted(CODE_BITS)
 

@@ -6,8 +6,8 @@ import torch
 from longlane.kernels import attention, kv_codec
 from longlane.kernels.attention import naive
 from longlane.kernels.kv_codec import codes
-from longlane.kernels.kv_codec.layout import CODE_BITS
 from longlane.kernels.ragged import Ragged, ragged
+from longlane.kernels.sizes import CODE_BITS
 
 HEADS, DIM = 2, 64
 TABLES = torch.tensor([[3, 7, 1], [5, 2, 0]], dtype=torch.int32)

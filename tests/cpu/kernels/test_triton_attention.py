@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from longlane.kernels.kv_codec.layout import CODE_BITS
 from longlane.kernels.launch import DeviceProperties
+from longlane.kernels.sizes import CODE_BITS
 from support import route_checks
 from support.interpreter import interpreted
 

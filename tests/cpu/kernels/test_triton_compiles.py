@@ -14,7 +14,7 @@ from longlane.kernels.attention import Rotation, long, prepare, short, triton as
 from longlane.kernels.gdn import Record
 from longlane.kernels.gdn import chunks, convolution, short as short_gdn, triton as gdn
 from longlane.kernels.kv_codec import decode, triton as kv_codec
-from longlane.kernels.kv_codec.layout import CODE_BITS
+from longlane.kernels.sizes import CODE_BITS
 from longlane.kernels.kv_codec.pages import allocate
 from longlane.kernels.launch import DeviceProperties
 from longlane.kernels.layout import triton as layout

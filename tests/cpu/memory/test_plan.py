@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from longlane.config import GdnState
 from longlane.engine.planning import DTYPES
 from longlane.errors import PlanError
-from longlane.kernels.kv_codec.layout import CODECS
+from longlane.kernels.sizes import CODECS
 from longlane.layers.batch import new_caches
 from longlane.memory.plan import (
     GIB,

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longlane.artifact import llama_config
 from longlane.kernels.linear import PackedWeight, Weight
 from longlane.kernels.native import build as native
 from longlane.models.decoder import Decoder
 from longlane.models.llama.native import NativeDecoder
 from longlane.models.llama.text import shapes
-from longlane.models.registry import build, llama_config
+from longlane.models.registry import build
 from support.lanes import Lanes, relative_error
 from support.packed import random_weight
 

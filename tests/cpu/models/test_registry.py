@@ -7,9 +7,9 @@ import torch
 
 from longlane.artifact.geometry import GEOMETRIES
 from longlane.artifact.inventory import inventory
+from longlane.artifact.llama_config import parse as parse_llama
+from longlane.artifact.model_config import parse
 from longlane.errors import CheckpointError
-from longlane.models.llama.config import parse as parse_llama
-from longlane.models.qwen3_5.config import parse
 from longlane.models.registry import build
 from support.checkpoints import EXPERTS, SIZES
 

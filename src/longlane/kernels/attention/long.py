@@ -10,13 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longlane.kernels.attention.limits import SEGMENT
 from longlane.kernels.kv_codec import decode
 from longlane.kernels.kv_codec.codes import ROTATED_K
-from longlane.kernels.kv_codec.layout import RAW_BYTES
 from longlane.kernels.kv_codec.pages import PAGE, KVPages
 from longlane.kernels.launch import DeviceProperties, properties
 from longlane.kernels.ragged import Ragged
+from longlane.kernels.sizes import RAW_BYTES, SEGMENT
 
 
 @triton.jit

@@ -10,12 +10,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from longlane.kernels.attention.rotation import Rotation
 from longlane.kernels.kv_codec.codes import ROTATED_K
 from longlane.kernels.kv_codec.encode import hadamard
-from longlane.kernels.kv_codec.layout import RAW_BYTES
 from longlane.kernels.kv_codec.pages import PAGE, KVPages
 from longlane.kernels.kv_codec.triton import store_codes
 from longlane.kernels.launch import properties
 from longlane.kernels.norm_rope.triton import turned
 from longlane.kernels.ragged import Ragged
+from longlane.kernels.sizes import RAW_BYTES
 
 
 @triton.jit

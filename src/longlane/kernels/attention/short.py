@@ -13,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longlane.kernels.attention.limits import PARTS
 from longlane.kernels.attention.operands import dot, queries, scores, value_scales, values, woven
 from longlane.kernels.kv_codec import decode
 from longlane.kernels.kv_codec.pages import KVPages
 from longlane.kernels.launch import DeviceProperties, properties
 from longlane.kernels.ragged import Ragged
+from longlane.kernels.sizes import PARTS
 
 # Longest row of new tokens that counts as short.
 SHORT = 16

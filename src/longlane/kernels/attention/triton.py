@@ -14,10 +14,10 @@ from longlane.kernels.attention.rotation import Rotation
 from longlane.kernels.kv_codec import decode
 from longlane.kernels.kv_codec.codes import ROTATED_K, ROTATED_V
 from longlane.kernels.kv_codec.encode import hadamard
-from longlane.kernels.kv_codec.layout import RAW_BYTES
 from longlane.kernels.kv_codec.pages import KVPages
 from longlane.kernels.launch import properties
 from longlane.kernels.ragged import Ragged
+from longlane.kernels.sizes import RAW_BYTES
 
 # exp2 is what the card has.
 LOG2_E = 1.4426950408889634

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from longlane.kernels.kv_codec import cpu, naive
-from longlane.kernels.kv_codec.layout import RAW_BYTES
 from longlane.kernels.kv_codec.pages import PAGE, KVPages, allocate
 from longlane.kernels.ragged import Ragged
 from longlane.kernels.route import route
+from longlane.kernels.sizes import RAW_BYTES
 
 __all__ = ["PAGE", "KVPages", "allocate", "append", "gather"]
 

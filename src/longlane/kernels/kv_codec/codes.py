@@ -13,7 +13,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from longlane.kernels.kv_codec.layout import GROUP
+from longlane.kernels.sizes import GROUP
 
 FP8_MAX = 448.0
 ROTATED_K = frozenset({"fp8", "rk8v4", "rk4v4", "rk4v4-e8", "rk2v4-e8"})

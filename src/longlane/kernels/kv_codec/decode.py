@@ -15,9 +15,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longlane.kernels.kv_codec import assembly, codes
 from longlane.kernels.kv_codec.encode import hadamard
-from longlane.kernels.kv_codec.layout import GROUP, RAW_BYTES
 from longlane.kernels.kv_codec.pages import PAGE, KVPages
 from longlane.kernels.launch import properties
+from longlane.kernels.sizes import GROUP, RAW_BYTES
 
 # What K and V are made of.
 _KINDS = {

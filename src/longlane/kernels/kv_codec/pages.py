@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longlane.kernels.kv_codec.layout import GROUP, RAW_BYTES, scale_groups, vector_bytes
 from longlane.kernels.layout import PAGE
+from longlane.kernels.sizes import GROUP, RAW_BYTES, scale_groups, vector_bytes
 
 __all__ = ["PAGE", "RAW_DTYPES", "KVPages", "allocate"]
 

@@ -6,10 +6,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longlane.kernels.kv_codec import encode
-from longlane.kernels.kv_codec.layout import RAW_BYTES
 from longlane.kernels.kv_codec.pages import PAGE, KVPages
 from longlane.kernels.launch import properties
 from longlane.kernels.ragged import Ragged
+from longlane.kernels.sizes import RAW_BYTES
 
 
 @triton.jit

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from longlane.kernels.route import route
+from longlane.kernels.sizes import PAGE
 
 __all__ = ["PAGE", "Round", "angles", "begin", "lay_out"]
-
-PAGE = 64  # tokens
 
 
 class Round(NamedTuple):

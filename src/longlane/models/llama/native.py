@@ -2,13 +2,13 @@
 
 import torch
 
+from longlane.artifact.llama_config import LlamaConfig
 from longlane.kernels.linear import PackedWeight, cpu
 from longlane.kernels.native.build import library
 from longlane.kernels.native.llama import Geometry, Layer, NativeLlama
 from longlane.layers.batch import Batch, Caches, Output
 from longlane.layers.parameters import Parameters
 from longlane.models.decoder import Decoder
-from longlane.models.llama.config import LlamaConfig
 
 
 class NativeDecoder(Decoder):

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 import torch
 
+from longlane.artifact.llama_config import LlamaConfig
 from longlane.kernels.chain import Norm
 from longlane.kernels.linear import Weight
 from longlane.layers.attention import Attention, Heads
-from longlane.layers.batch import CacheSpec
 from longlane.layers.block import Block
 from longlane.layers.linear import embedding_and_head
 from longlane.layers.mlp import MLP
@@ -15,7 +15,6 @@ from longlane.layers.norm import rms_norm
 from longlane.layers.parameters import Parameters
 from longlane.layers.rope import Rope
 from longlane.models.decoder import Decoder
-from longlane.models.llama.config import LlamaConfig
 from longlane.models.llama.native import accelerated
 from longlane.models.weights import check_weights
 
@@ -35,7 +34,7 @@ def build(
     params = Parameters(weights, device, dtype, "text/", packed)
     embedding, head = embedding_and_head(params, "token_embedding", "output_head")
     model = Decoder(
-        spec=cache_spec(config),
+        spec=config.cache_spec(),
         embedding=embedding,
         blocks=[_block(config, params.at(f"layers/{layer}"), layer) for layer in range(config.num_hidden_layers)],
         final_norm=_norm(config, params, "final_norm"),
@@ -44,16 +43,6 @@ def build(
         weight_bytes=params.resident.nbytes,
     )
     return accelerated(config, params, model) if packed else model
-
-
-def cache_spec(config: LlamaConfig) -> CacheSpec:
-    return CacheSpec(
-        kv_layers=config.num_hidden_layers,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        query_heads=config.num_attention_heads,
-        hidden=config.hidden_size,
-    )
 
 
 def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

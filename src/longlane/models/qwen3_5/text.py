@@ -7,10 +7,10 @@ from functools import partial
 import torch
 
 from longlane.artifact.inventory import inventory
+from longlane.artifact.qwen3_5_config import Qwen35Config
 from longlane.kernels.chain import Norm
 from longlane.kernels.linear import Weight
 from longlane.layers.attention import GatedAttention, Heads
-from longlane.layers.batch import CacheSpec
 from longlane.layers.block import Block, FeedForward, Mixer
 from longlane.layers.gated_delta_net import GatedDeltaNet
 from longlane.layers.linear import Embedding, Linear, embedding_and_head
@@ -20,7 +20,6 @@ from longlane.layers.norm import rms_norm
 from longlane.layers.parameters import Parameters
 from longlane.layers.rope import Rope
 from longlane.models.decoder import Decoder
-from longlane.models.qwen3_5.config import Qwen35Config
 from longlane.models.qwen3_5.mtp import MTPHead
 from longlane.models.weights import check_weights
 
@@ -53,7 +52,7 @@ def build(
         seen[kind] += 1
     mtp = _mtp(config, params, embedding, head, rope) if _has_mtp(weights) else None
     return Decoder(
-        spec=cache_spec(config, mtp=mtp is not None),
+        spec=config.cache_spec(mtp=mtp is not None),
         embedding=embedding,
         blocks=blocks,
         final_norm=_norm(config, params, "final_norm"),
@@ -61,23 +60,6 @@ def build(
         rope=rope,
         mtp=mtp,
         weight_bytes=params.resident.nbytes,
-    )
-
-
-def cache_spec(config: Qwen35Config, *, mtp: bool) -> CacheSpec:
-    return CacheSpec(
-        kv_layers=config.attention_layers,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        query_heads=config.num_attention_heads,
-        mtp_layers=int(mtp),
-        gdn_layers=len(config.layer_types) - config.attention_layers,
-        gdn_value_heads=config.linear_num_value_heads,
-        gdn_value_dim=config.linear_value_head_dim,
-        gdn_key_dim=config.linear_key_head_dim,
-        conv_channels=config.channels,
-        conv_history=config.linear_conv_kernel_dim,
-        hidden=config.hidden_size,
     )
 
 

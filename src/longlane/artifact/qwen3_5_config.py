@@ -1,24 +1,29 @@
-"""Configuration of the Qwen3.5 text model, dense or MoE, as Hugging Face writes it."""
+"""Configuration of the Qwen3.5 text model, dense or MoE, as Hugging Face writes it. Torch-free."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from longlane.artifact.text_config import text_config
+from longlane.artifact.side_files import AGAIN, place
 from longlane.errors import CheckpointError
+from longlane.types import CacheSpec
+
+Frequencies = Annotated[int, Meta(ge=0, le=1 << 12)]
 
 
 class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
-    rope_theta: float
-    partial_rotary_factor: float
+    rope_theta: Annotated[float, Meta(ge=1, le=1e15)]
+    partial_rotary_factor: Annotated[float, Meta(gt=0, le=1)]
     rope_type: str = "default"
-    mrope_section: tuple[int, ...] = (11, 11, 10)
+    mrope_section: tuple[Frequencies, Frequencies, Frequencies] = (11, 11, 10)
 
 
 class Qwen35Config(msgspec.Struct, frozen=True, kw_only=True):
-    """Names are those of `text_config` in `config.json`. `num_experts` 0 is the dense model."""
+    """Names are those of `text_config` in `config.json`. `num_experts` 0 is the dense model. Sizes are held to what
+    they can be by `text_config`."""
 
     vocab_size: int
     hidden_size: int
@@ -32,7 +37,7 @@ class Qwen35Config(msgspec.Struct, frozen=True, kw_only=True):
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_conv_kernel_dim: int
-    rms_norm_eps: float
+    rms_norm_eps: Annotated[float, Meta(gt=0, lt=1)]
     max_position_embeddings: int
     tie_word_embeddings: bool
     intermediate_size: int = 0
@@ -69,28 +74,49 @@ class Qwen35Config(msgspec.Struct, frozen=True, kw_only=True):
     def attention_layers(self) -> int:
         return self.layer_types.count("full_attention")
 
+    def cache_spec(self, *, mtp: bool) -> CacheSpec:
+        return CacheSpec(
+            kv_layers=self.attention_layers,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            query_heads=self.num_attention_heads,
+            mtp_layers=int(mtp),
+            gdn_layers=len(self.layer_types) - self.attention_layers,
+            gdn_value_heads=self.linear_num_value_heads,
+            gdn_value_dim=self.linear_value_head_dim,
+            gdn_key_dim=self.linear_key_head_dim,
+            conv_channels=self.channels,
+            conv_history=self.linear_conv_kernel_dim,
+            hidden=self.hidden_size,
+        )
 
-def parse(config: Mapping[str, Any], source: Path = Path()) -> Qwen35Config:
-    """Any spelling of the family's configuration; `source` is the directory or file it came from.
 
-    Raises:
-        CheckpointError: for a field that is missing or has another type, or asks for what this build lacks.
+def typed(text: Mapping[str, Any], source: Path) -> Qwen35Config:
+    """What `text_config` has made of a `config.json`.
+
+    Raises CheckpointError for a field that has another type, cannot be so, or asks for what this build lacks.
     """
+    where = place(source)
     try:
-        parsed = msgspec.convert(text_config(config, source), Qwen35Config)
+        parsed = msgspec.convert(text, Qwen35Config)
     except msgspec.ValidationError as error:
-        raise CheckpointError(f"{source / 'config.json'}: {error}; fetch the checkpoint's own file again") from None
+        raise CheckpointError(f"{where}: {error}; {AGAIN}") from None
     if (kind := parsed.rope_parameters.rope_type) != "default":
-        raise CheckpointError(f"{source / 'config.json'}: rope_type {kind!r} is not supported; only 'default' is")
+        raise CheckpointError(f"{where}: rope_type {kind!r} is not supported; only 'default' is")
+    if parsed.rotary_dim % 2 or not parsed.rotary_dim:
+        raise CheckpointError(
+            f"{where}: partial_rotary_factor {parsed.rope_parameters.partial_rotary_factor:g} of a head_dim of "
+            f"{parsed.head_dim} is {parsed.rotary_dim}, no even number of values to rotate; {AGAIN}"
+        )
     if parsed.num_experts_per_tok > parsed.num_experts > 0:
         raise CheckpointError(
-            f"{source / 'config.json'}: num_experts_per_tok {parsed.num_experts_per_tok} is more than the "
-            f"{parsed.num_experts} experts there are"
+            f"{where}: num_experts_per_tok {parsed.num_experts_per_tok} is more than the "
+            f"{parsed.num_experts} experts there are; {AGAIN}"
         )
     for width, heads, name in (
         (parsed.num_attention_heads, parsed.num_key_value_heads, "num_attention_heads of num_key_value_heads"),
         (parsed.linear_num_value_heads, parsed.linear_num_key_heads, "linear_num_value_heads of linear_num_key_heads"),
     ):
         if width % heads:
-            raise CheckpointError(f"{source / 'config.json'}: {name}: {width} is not a multiple of {heads}")
+            raise CheckpointError(f"{where}: {name}: {width} is not a multiple of {heads}; {AGAIN}")
     return parsed

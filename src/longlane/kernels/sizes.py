@@ -1,4 +1,7 @@
-"""Bytes of one key and one value vector in each `--kv-dtype`. No torch: the memory plan reads this without a GPU."""
+"""What memory is reckoned from: pages, the bytes of keys and values in each `--kv-dtype`, and what bounds a card's
+attention. No torch, so that a plan or a refusal does not wait for it."""
+
+PAGE = 64  # tokens
 
 RAW_BYTES = {"float64": 8, "float32": 4, "bf16": 2}
 GROUP = 64  # values that share one float16 scale
@@ -14,6 +17,11 @@ CODE_BITS = {
 }
 
 CODECS = (*RAW_BYTES, *CODE_BITS)
+
+# Parts into which a card divides the history of a short row, at most.
+PARTS = 128
+# Pages of coded history that a card's prefill step has as plain values at a time, over all rows.
+SEGMENT = 256
 
 
 def divides(codec: str, head_dim: int) -> bool:
