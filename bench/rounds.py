@@ -29,6 +29,7 @@ from bench.step import ceilings
 from longlane.artifact.geometry import GEOMETRIES
 from longlane.config import EngineConfig
 from longlane.engine import startup
+from longlane.engine.launched import Launched
 from longlane.engine.loop import Engine
 from longlane.engine.steps import Steps
 from longlane.memory.plan import PAGE, page_bytes, state_bytes
@@ -102,7 +103,9 @@ def measure(engine: Engine, lanes: int, context: int, rounds: int) -> dict[str, 
     round_s = (time.perf_counter() - began) / rounds
     tokens = (engine.stats().decode_tokens - before) / rounds / lanes
     engine.on_step(lambda step: None)
-    timed = time_graphs(engine._runner.steps)
+    round = engine._flights.round
+    assert round is not None
+    timed = time_graphs(engine._runner.steps, round.launched)
     for lane in range(lanes):
         engine.cancel(str(lane))
     while not engine.idle:
@@ -110,11 +113,10 @@ def measure(engine: Engine, lanes: int, context: int, rounds: int) -> dict[str, 
     return {"round_s": round_s, "tokens": tokens, "behind": sum(behind) / len(behind), **timed}
 
 
-def time_graphs(steps: Steps, repeats: int = 30) -> dict[str, Any]:
-    """The graphs of the last round: seconds a round when they are queued back to back, and when each is waited for."""
-    graphs, last = steps._graphs, steps._read
+def time_graphs(steps: Steps, last: Launched, repeats: int = 30) -> dict[str, Any]:
+    """The graphs of a round: seconds a round when they are queued back to back, and when each is waited for."""
+    graphs = steps._graphs
     assert graphs is not None
-    assert last is not None
     rows, columns = last.rows, last.columns
     keys = [key for key in graphs._graphs if key in (("step", rows, columns), ("settle", rows, columns))]
     if columns > 1:

@@ -172,7 +172,7 @@ def engine_of(loaded: LoadedModel, lanes: int, context: int, *, graphs: bool, **
     engine, _ = startup.assemble(
         config, loaded, Path(), vocab_size=loaded.info.vocab_size, device=torch.device(device), progress=quiet
     )
-    engine._policy = replace(engine._policy, gap_s=1e9, step_s=1e9)
+    engine._pace.policy = replace(engine._pace.policy, gap_s=1e9, step_s=1e9)
     # The very first chunk, whose cost nobody knows yet, is a page.
     first = Request(id="first", token_ids=[1] * (2 * CHUNK), max_tokens=2, sampling=SamplingParams(temperature=0.0))
     engine.submit(first)

@@ -173,7 +173,7 @@ def test_prefills_beside_decoding_change_no_token(spec):
     asks = [(at, request, 10**9) for at, request, _ in workload(4, 200)]
     some = {} if spec == "mtp" else {"spec": "off", "draft_tokens": None}
     engine, seen = warmed(**some), []
-    assert engine._policy.concurrent
+    assert engine._pace.policy.concurrent
     engine.on_step(lambda step: seen.append((step["kind"], step["beside"], step["behind"])))
     beside = serve(engine, asks, 2500)
     assert {("prefill", True, False), *EXPECTED[spec]} <= set(seen)

@@ -3,14 +3,17 @@
 import logging
 from collections.abc import Callable, Sequence
 
+import msgspec
+
+from longlane.config import EngineConfig
 from longlane.engine import scheduler
-from longlane.engine.admission import failure, timed_out
-from longlane.engine.flight import Outcome
+from longlane.engine.admission import check_queue, check_request, failure, timed_out
+from longlane.engine.flight import DraftSource, Outcome
 from longlane.engine.job import Job
 from longlane.errors import EngineError, LonglaneError
 from longlane.memory.manager import Memory
-from longlane.sampling import Decision
-from longlane.types import Admitted, Finished, FinishReason, FromEngine, Tokens
+from longlane.sampling import Decision, RowState
+from longlane.types import Admitted, Finished, FinishReason, FromEngine, Request, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +21,17 @@ log = logging.getLogger(__name__)
 class Book:
     """Every request in it ends with exactly one `Finished` or `Failed`, after its last token."""
 
-    def __init__(self, memory: Memory, clock: Callable[[], float]) -> None:
-        self._memory, self.clock = memory, clock
+    def __init__(
+        self,
+        memory: Memory,
+        config: EngineConfig,
+        vocab_size: int,
+        speculator: DraftSource | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._memory, self._config, self._vocab_size = memory, config, vocab_size
+        self._speculator, self.clock = speculator, clock
+        self._arrivals = 0
         self.waiting: dict[str, Job] = {}
         self.running: dict[str, Job] = {}
         self.outbox: list[FromEngine] = []
@@ -29,7 +41,36 @@ class Book:
         messages, self.outbox = self.outbox, []
         return messages
 
-    def admit(self, lanes: int) -> None:
+    def submit(self, request: Request) -> None:
+        """Queue a request, or fail it for the bound that it breaks."""
+        if request.id in self.waiting or request.id in self.running:
+            log.error("ignored a second request with the id %s of an open one", request.id)
+            return
+        try:
+            self.waiting[request.id] = self._accept(request)
+        except LonglaneError as error:
+            self.outbox.append(failure(request.id, error))
+
+    def _accept(self, request: Request) -> Job:
+        config, now = self._config, self.clock()
+        check_queue(len(self.running), len(self.waiting), config.max_concurrency, config.max_pending_requests)
+        check_request(request, self._vocab_size)
+        allowed = self._memory.allowed_new(len(request.token_ids), request.max_tokens)
+        request = msgspec.structs.replace(request, max_tokens=allowed)
+        row = RowState(request, self._vocab_size)
+        timeout = request.pending_timeout_s
+        self._arrivals += 1
+        return Job(
+            request=request,
+            row=row,
+            lane=self._speculator.open(row) if self._speculator else None,
+            arrival=self._arrivals,
+            submitted=now,
+            deadline=now + (config.pending_timeout_ms / 1000 if timeout is None else timeout),
+            tokens=list(request.token_ids),
+        )
+
+    def admit(self) -> None:
         """Fail those that waited too long, and let those run that can."""
         if not self.waiting:
             return
@@ -37,7 +78,7 @@ class Book:
         for entry in scheduler.expired([job.waiting() for job in self.waiting.values()], now):
             job = self.waiting[entry.id]
             self.fail(job, timed_out(now - job.submitted))
-        scheduler.admit(self._memory, self.waiting, self.running, lanes, self.clock())
+        scheduler.admit(self._memory, self.waiting, self.running, self._config.max_concurrency, self.clock())
 
     def announce(self) -> None:
         """Say of each admitted request, once, what it need not compute: when that is certain."""

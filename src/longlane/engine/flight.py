@@ -7,6 +7,7 @@ from typing import Protocol
 from longlane.engine.batch import Row
 from longlane.engine.inputs import MAX_STOP_IDS
 from longlane.engine.job import Job
+from longlane.engine.launched import Launched
 from longlane.engine.runner import Runner
 from longlane.errors import EngineError
 from longlane.memory.plan import PAGE
@@ -32,14 +33,13 @@ class DraftSource(Protocol):
 @dataclass(frozen=True, slots=True)
 class Round:
     """A decode round of all `jobs`. One whose lease is another than its row's has ended since, and has no part in it.
-    began: when the device turned to it, by the engine's clock. beside: whether it keeps to the part of the card that a
-    chunk leaves."""
+    began: when the device turned to it, by the engine's clock."""
 
     jobs: Sequence[Job]
     rows: Sequence[Row]
     proposals: Sequence[Proposal]
     began: float
-    beside: bool
+    launched: Launched
 
     def seats(self) -> list[int]:
         """Indices of those who have a part in it."""
@@ -50,11 +50,12 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next tokens of a prompt; the last ones decide a token."""
+    """The next tokens of a prompt; the last ones decide a token. beside: the main stream."""
 
     job: Job
     row: Row
     began: float
+    beside: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Flights:
             return False
         if self._runner.launching:
             return not self.main
-        return not (self._runner.round_done if self.round else self._runner.chunk_done(beside=not self.chunk))
+        return not (self.round.launched.done if self.round else self._runner.chunk_done(beside=not self.chunk))
 
     @property
     def launching(self) -> bool:
@@ -120,9 +121,9 @@ class Flights:
         """Every job's last token and its drafts, verified together."""
         proposals = self._propose(jobs)
         rows = [decode_row(job, proposal) for job, proposal in zip(jobs, proposals, strict=True)]
-        beside = self.beside is not None
-        self._runner.decode(rows, beside=beside)
-        self.round = Round(jobs, rows, proposals, now, beside)
+        assert self.round is None
+        launched = self._runner.decode(rows, beside=self.beside is not None)
+        self.round = Round(jobs, rows, proposals, now, launched)
 
     def can_follow(self, running: int) -> bool:
         """Whether the next step, of so many that run, can only be a round of the rows of the one under way, and needs
@@ -130,12 +131,14 @@ class Flights:
         round, beside = self.round, self.beside
         return (
             round is not None
+            # What is drafted depends on the tokens, and what stands of it on more than those.
+            and self._speculator is None
             # Nobody has ended, and of those who run only the owner of a chunk beside the rounds, which takes longer
             # still, has a prompt to be computed or brought back.
             and running - (beside is not None) == len(round.jobs) == len(round.seats())
             and not self.beside_done
             # Both rounds have the same part of the card.
-            and round.beside == (beside is not None)
+            and round.launched.beside == (beside is not None)
             and all(map(may_follow, round.jobs))
         )
 
@@ -143,9 +146,10 @@ class Flights:
         """The next round of the same jobs, whose pages have room for it, before the tokens of the one under way are
         known."""
         assert self.round is not None
+        assert self.behind is None
         rows = [row_behind(job) for job in self.round.jobs]
-        self._runner.decode_behind(rows, beside=self.round.beside)
-        self.behind = replace(self.round, rows=rows)
+        launched = self._runner.decode_behind(rows, self.round.launched)
+        self.behind = replace(self.round, rows=rows, launched=launched)
 
     def move_up(self, now: float) -> None:
         """The round that was read is over, and the device turned to the one behind it."""
@@ -157,16 +161,17 @@ class Flights:
         end = job.chunk_end(tokens)
         row = Row(job.lease, job.tokens[job.lease.length : end])
         self._runner.prefill(row, decides=end == len(job.tokens) and job.row.finish is None, beside=beside)
+        chunk = Chunk(job, row, now, beside)
         if beside:
-            self.beside = Chunk(job, row, now)
+            self.beside = chunk
         else:
-            self.chunk = Chunk(job, row, now)
+            self.chunk = chunk
 
     def read_round(self) -> list[Outcome]:
         """Wait for the round, and start on what moves its states on."""
         flight = self.round
         assert flight is not None
-        answer, seats = self._runner.read(), flight.seats()
+        answer, seats = self._runner.read(flight.launched), flight.seats()
         if not seats:
             return []
         jobs, tokens = [flight.jobs[seat] for seat in seats], [answer.tokens[seat] for seat in seats]
@@ -176,7 +181,7 @@ class Flights:
         columns = [0 if isinstance(decision, EngineError) else decision.accepted + 1 for decision in decisions]
         # Before the commit: it may copy the slot, or exchange a page.
         kept = dict(zip(seats, columns, strict=True))
-        self._runner.settle([kept.get(seat, 0) for seat in range(len(flight.jobs))])
+        self._runner.settle(flight.launched, [kept.get(seat, 0) for seat in range(len(flight.jobs))])
         if self._speculator:
             lanes = [job.lane for job in jobs if job.lane is not None]
             self._speculator.judge(lanes, list(map(len, drafts)), columns)
@@ -187,16 +192,14 @@ class Flights:
             outcomes.append(Outcome(job, run[:count], decision))
         return outcomes
 
-    def read_chunk(self, *, beside: bool) -> Outcome:
-        """Wait for the chunk."""
-        flight = self.beside if beside else self.chunk
-        assert flight is not None
-        logits = self._runner.wait(beside=beside)
-        if beside:
+    def read_chunk(self, chunk: Chunk) -> Outcome:
+        """Wait for one of the chunks under way."""
+        logits = self._runner.wait(beside=chunk.beside)
+        if chunk.beside:
             self.beside = None
         else:
             self.chunk = None
-        job, row = flight.job, flight.row
+        job, row = chunk.job, chunk.row
         decision = None if logits is None else decide_rows(logits, [[]], [job.row])[0]
         if self._speculator and job.lane:
             self._speculator.learn(job.lane, row.lease.length + len(row.token_ids))

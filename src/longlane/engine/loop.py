@@ -5,20 +5,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import psutil
 
 from longlane.config import EngineConfig
 from longlane.engine import scheduler
-from longlane.engine.admission import check_queue, check_request, failure
 from longlane.engine.book import Book
-from longlane.engine.flight import DraftSource, Flights
+from longlane.engine.flight import Chunk, DraftSource, Flights
 from longlane.engine.job import Job
+from longlane.engine.pace import Pace
 from longlane.engine.runner import Runner
 from longlane.errors import LonglaneError
 from longlane.memory.manager import Memory
 from longlane.memory.plan import CHUNKS
-from longlane.sampling import Decision, RowState
+from longlane.sampling import Decision
 from longlane.types import FromEngine, Request, Stats
 
 log = logging.getLogger(__name__)
@@ -47,28 +46,22 @@ class Engine:
     ) -> None:
         self._runner = runner
         self._memory = memory
-        self._config = config
         self._speculator = speculator
         self._clock = clock
         self._overlap = config.overlap and runner.asynchronous
-        self._policy = scheduler.Policy(
-            prefill_chunk=config.prefill_chunk or CHUNKS[-1],
-            decode_floor=config.decode_floor,
-            lanes=config.max_concurrency,
-            concurrent=self._overlap and runner.concurrent,
+        self._pace = Pace(
+            scheduler.Policy(
+                prefill_chunk=config.prefill_chunk or CHUNKS[-1],
+                decode_floor=config.decode_floor,
+                lanes=config.max_concurrency,
+                concurrent=self._overlap and runner.concurrent,
+            )
         )
-        self._book = Book(memory, clock)
-        self._arrivals = 0
+        self._book = Book(memory, config, runner.vocab_size, speculator, clock)
         self._flights = Flights(runner, speculator)
-        # The last plan, and who runs where that is everybody, in a decode row.
-        self._planned = scheduler.StepPlan((), None)
-        self._decoding: list[Job] | None = None
         # A plan whose decode rows run or have run, and whose chunk has not.
         self._rest: scheduler.StepPlan | None = None
         self._cancelled: set[str] = set()
-        self._decode_s = 0.0
-        self._debt_s = 0.0
-        self._token_s: float | None = None
         self._steps = 0
         self._prefill_tokens = 0
         self._decode_tokens = 0
@@ -96,13 +89,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. What cannot be served is answered by `Failed`, with the bound that it breaks."""
-        if request.id in self._book.waiting or request.id in self._book.running:
-            log.error("ignored a second request with the id %s of an open one", request.id)
-            return
-        try:
-            self._book.waiting[request.id] = self._accept(request)
-        except LonglaneError as error:
-            self._book.outbox.append(failure(request.id, error))
+        self._book.submit(request)
 
     def cancel(self, id: str) -> None:
         """End a request and give back what it holds. An id that is not open is none of our business any more."""
@@ -148,7 +135,7 @@ class Engine:
         """What needs no step: copies from the host, expiry, admission. For the time while one runs."""
         for id in self._memory.poll():
             self._book.put_back(self._book.running[id])
-        self._book.admit(self._policy.lanes)
+        self._book.admit()
         self._book.announce()
 
     def stats(self, check: bool = False) -> Stats:
@@ -171,53 +158,20 @@ class Engine:
             integrity=self._book.check() if check else [],
         )
 
-    def _accept(self, request: Request) -> Job:
-        config, now = self._config, self._clock()
-        check_queue(
-            len(self._book.running), len(self._book.waiting), config.max_concurrency, config.max_pending_requests
-        )
-        check_request(request, self._runner.vocab_size)
-        allowed = self._memory.allowed_new(len(request.token_ids), request.max_tokens)
-        request = msgspec.structs.replace(request, max_tokens=allowed)
-        row = RowState(request, self._runner.vocab_size)
-        timeout = request.pending_timeout_s
-        self._arrivals += 1
-        return Job(
-            request=request,
-            row=row,
-            lane=self._speculator.open(row) if self._speculator else None,
-            arrival=self._arrivals,
-            submitted=now,
-            deadline=now + (config.pending_timeout_ms / 1000 if timeout is None else timeout),
-            tokens=list(request.token_ids),
-        )
-
-    def _plan(self) -> scheduler.StepPlan:
-        """Of the next step; that of the last one where the same requests decode and nobody else runs."""
-        jobs = list(self._book.running.values())
-        if jobs != self._decoding or not all(job.decoding for job in jobs):
-            self._planned = scheduler.plan_step(self._snapshot(), self._policy)
-            self._decoding = jobs if len(self._planned.decode) == len(jobs) else None
-        return self._planned
-
-    def _snapshot(self) -> scheduler.Snapshot:
-        running = tuple(job.running() for job in self._book.running.values() if job.lease and job.lease.ready)
-        beside = self._flights.beside.job.id if self._flights.beside else None
-        return scheduler.Snapshot(running=running, debt_s=self._debt_s, token_s=self._token_s, beside=beside)
-
     def _launch(self) -> None:
         """Start what is left of the last plan, or a new one where no round runs already; and another round behind."""
         if self._launch_rest():
             return
         if not self._flights.round:
-            self._start(self._plan())
+            beside = self._flights.beside
+            self._start(self._pace.plan(self._book.running.values(), beside.job.id if beside else None))
         if self._may_run_ahead():
             self._steps += 1
             self._flights.launch_behind()
 
     def _start(self, plan: scheduler.StepPlan) -> None:
         self._steps += bool(plan.decode or plan.prefill)
-        self._rest, self._decode_s = plan, 0.0
+        self._rest = plan
         jobs = [job for job in [self._book.running[id] for id in plan.decode] if self._make_room(job)]
         if plan.beside:
             # It does not wait for the round, so it is on its way before.
@@ -232,8 +186,6 @@ class Engine:
         computed without the host: so that it may be on its way before that has landed."""
         return (
             self._overlap
-            # What is drafted depends on the tokens, and what stands of it on more than those.
-            and self._speculator is None
             # Who is to leave does so when nothing writes to what it holds.
             and not self._cancelled
             and self._flights.can_follow(len(self._book.running))
@@ -252,7 +204,7 @@ class Engine:
             return False
         if plan.prefill and self._launch_chunk(plan.prefill, plan.skipped, beside=False):
             return True
-        self._settle_debt(0.0)
+        self._pace.settle(0.0)
         return False
 
     def _launch_chunk(self, chunk: scheduler.Chunk, skipped: Sequence[str], *, beside: bool) -> bool:
@@ -271,9 +223,9 @@ class Engine:
         if self._flights.round:
             self._land_round()
         elif self._flights.chunk:
-            self._land_chunk(beside=False)
+            self._land_chunk(self._flights.chunk)
         if self._flights.beside and (not waited or self._flights.beside_done):
-            self._land_chunk(beside=True)
+            self._land_chunk(self._flights.beside)
         for id in list(self._cancelled):
             # One whose chunk ran beside may have paused since.
             job = self._book.running.get(id) or self._book.waiting.get(id)
@@ -291,27 +243,21 @@ class Engine:
                 self._decode_tokens += len(outcome.decision.token_ids)
         self._book.conclude(outcomes)
         now = self._clock()
-        self._decode_s = now - began
+        self._pace.decode_s = now - began
         self._flights.move_up(now)
 
-    def _land_chunk(self, *, beside: bool) -> None:
-        flight = self._flights.beside if beside else self._flights.chunk
-        assert flight is not None
-        outcome = self._flights.read_chunk(beside=beside)
-        job, took, count = outcome.job, self._clock() - flight.began, len(outcome.token_ids)
+    def _land_chunk(self, chunk: Chunk) -> None:
+        outcome = self._flights.read_chunk(chunk)
+        job, took, count = outcome.job, self._clock() - chunk.began, len(outcome.token_ids)
         job.count_chunk(count, took)
         self._prefill_tokens += count
-        self._token_s = scheduler.token_cost(self._token_s, took, count)
+        self._pace.count_chunk(count, took)
         self._book.conclude([outcome])
         if job.lease and job.lease.length == len(job.tokens) and outcome.decision is None:
             self._book.finish(job, "length")
         # What ran beside the rounds took no time of theirs.
-        if not beside:
-            self._settle_debt(took)
-
-    def _settle_debt(self, prefill_s: float) -> None:
-        """Of a plan that has run."""
-        self._debt_s = scheduler.settle(self._debt_s, self._decode_s, prefill_s, self._policy.decode_floor)
+        if not chunk.beside:
+            self._pace.settle(took)
 
     def _make_room(self, job: Job) -> bool:
         """For a round of `job`; see `scheduler.make_room`."""
@@ -320,9 +266,9 @@ class Engine:
 
     def _pause(self, job: Job) -> None:
         """Take back everything a request holds; it is computed again from its tokens when there is room."""
-        if self._flights.hold(job):
-            # A chunk beside the rounds still writes to the pages that are wanted.
-            self._land_chunk(beside=True)
+        if self._flights.beside and self._flights.beside.job is job:
+            # It still writes to the pages that are wanted.
+            self._land_chunk(self._flights.beside)
             if job.lease is None:
                 return
         log.warning("the KV pool is full: request %s pauses after %d tokens", job.id, len(job.tokens))

@@ -1,8 +1,8 @@
 """Executes forward steps: owns the model, its caches and its device. The only place where the engine meets tensors."""
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from longlane.config import MAX_LANES
 from longlane.engine.batch import Row
 from longlane.engine.chunks import Chunks
+from longlane.engine.launched import Answer, Launched
 from longlane.engine.partition import can_be_parted, part
-from longlane.engine.steps import Answer, Limits, Model, Steps
+from longlane.engine.steps import Limits, Model, Steps
 from longlane.layers.batch import Caches
 from longlane.spec.mtp import MTPDrafter
 
@@ -50,7 +51,6 @@ class Runner:
         self.chunks = Chunks(model, caches, device, drafter, self.steps.table_pages)
         self.last_step: dict[str, Any] = {"number": 0}
         self._beside: dict[str, Any] = {}
-        self._rounds: deque[dict[str, Any]] = deque()
         self.on_step: Callable[[dict[str, Any]], None] = lambda step: None
 
     @property
@@ -81,9 +81,9 @@ class Runner:
 
     def prefill(self, row: Row, *, decides: bool, beside: bool = False) -> None:
         """Start a chunk of a prompt, whose last token may decide the next. `beside`: while rounds run."""
-        self._note("prefill", [row], beside)
+        note = self._note("prefill", [row], beside)
         if beside:
-            self._beside = self.last_step
+            self._beside = note
         self.chunks.launch(row, decides=decides, beside=beside)
 
     def chunk_done(self, *, beside: bool) -> bool:
@@ -97,51 +97,39 @@ class Runner:
 
     def wait(self, *, beside: bool = False) -> Tensor | None:
         """Until the chunk is computed. Logits [1, V] of its last token where that one decides."""
-        try:
+        with self._blaming(self._beside if beside else self.last_step):
             return self.chunks.wait(beside=beside)
-        except Exception:
-            if beside:
-                self._blame(self._beside)
-            raise
 
-    def decode(self, rows: Sequence[Row], *, beside: bool = False) -> None:
+    def decode(self, rows: Sequence[Row], *, beside: bool = False) -> Launched:
         """Start a round: every row's tokens and drafts. `beside`: while a chunk runs."""
-        self._note("verify" if max(row.columns for row in rows) > 1 else "decode", rows, beside)
-        self._rounds.append(self.last_step)
-        self.steps.launch(rows, beside=beside)
+        note = self._note("verify" if max(row.columns for row in rows) > 1 else "decode", rows, beside)
+        return self.steps.launch(rows, note, beside=beside)
 
-    def decode_behind(self, rows: Sequence[Row], *, beside: bool = False) -> None:
-        """Start the next round of the rows of a plain one that is under way, see `Steps.launch_behind`. `beside`: as
-        that one was."""
-        self._note("decode", rows, beside, behind=True)
-        self._rounds.append(self.last_step)
-        self.steps.launch_behind(rows)
+    def decode_behind(self, rows: Sequence[Row], before: Launched) -> Launched:
+        """Start the next round of the rows of a plain one that is under way, see `Steps.launch_behind`."""
+        return self.steps.launch_behind(rows, self._note("decode", rows, before.beside, behind=True), before)
 
-    @property
-    def round_done(self) -> bool:
-        """Whether `read` would not wait."""
-        return self.steps.done
+    def read(self, round: Launched) -> Answer:
+        """Wait for a round."""
+        with self._blaming(round.note):
+            return round.read()
 
-    def read(self) -> Answer:
-        """Wait for the older round."""
-        step = self._rounds.popleft()
+    def settle(self, round: Launched, accepted: Sequence[int]) -> None:
+        """Move the states of a round that was read on by the first `accepted` columns of each row."""
+        self.steps.settle(round, accepted)
+
+    @contextmanager
+    def _blaming(self, note: dict[str, Any]) -> Iterator[None]:
+        """What fails meanwhile is the step of `note`, whatever was launched since."""
         try:
-            return self.steps.read()
+            yield
         except Exception:
-            self._blame(step)
+            if note is not self.last_step:
+                self.last_step = note
+                self.on_step(note)
             raise
 
-    def settle(self, accepted: Sequence[int]) -> None:
-        """Move the round's states on by the first `accepted` columns of each row."""
-        self.steps.settle(accepted)
-
-    def _blame(self, step: dict[str, Any]) -> None:
-        """One that fails, whatever was launched since."""
-        if step is not self.last_step:
-            self.last_step = step
-            self.on_step(step)
-
-    def _note(self, kind: str, rows: Sequence[Row], beside: bool, *, behind: bool = False) -> None:
+    def _note(self, kind: str, rows: Sequence[Row], beside: bool, *, behind: bool = False) -> dict[str, Any]:
         self.last_step = {
             "number": self.last_step["number"] + 1,
             "kind": kind,
@@ -156,3 +144,4 @@ class Runner:
             # A fault of the device shows at the next call, whoever made it.
             self.last_step["chunk"] = {name: self._beside[name] for name in ("number", "columns", "contexts")}
         self.on_step(self.last_step)
+        return self.last_step

@@ -1,13 +1,11 @@
 """Decode rounds over fixed buffers: what a CUDA graph can be captured from. Eager and graph run the same code."""
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from longlane.config import MAX_MTP_DRAFTS
 from longlane.engine.batch import Row
 from longlane.engine.graphs import Graphs
 from longlane.engine.inputs import MAX_STOP_IDS, Inputs
+from longlane.engine.launched import Launched
 from longlane.engine.mirror import Mirror
 from longlane.engine.partition import Part
 from longlane.kernels.layout import begin
@@ -25,7 +24,6 @@ from longlane.memory.plan import captured_sizes
 from longlane.spec.mtp import MTPDrafter
 
 Key = tuple[str, int, int]
-Body = tuple[Key, Callable[[], None]]
 
 
 class Model(Protocol):
@@ -55,36 +53,9 @@ class Limits:
     pages: int
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a round computed. tokens: per row its inputs, the MTP head's drafts among them. best: of every column the
-    token that its parameters draw, and its largest logit. logits [n, V], row r from starts[r] on: overwritten by the
-    next round, which may be under way."""
-
-    tokens: list[list[int]]
-    best: list[tuple[int, float]]
-    logits: Tensor
-    starts: range
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A round that was launched: its rows; its rows and columns after rounding; whether it is settled; where its graphs
-    are; its logits; where its answer arrives, and when it has."""
-
-    live: int
-    rows: int
-    columns: int
-    settled: bool
-    graphs: Graphs | None
-    logits: Tensor
-    answer: np.ndarray
-    done: torch.cuda.Event | None
-
-
 class Steps:
-    """The rounds of one model. `launch`, then `read` and `settle`; nothing waits for the device but `read`. Before a
-    plain round is read, the next one of its rows may be launched `behind` it.
+    """The rounds of one model. `launch`, then read what was launched, and `settle` it; nothing here waits for the
+    device. Before a plain round is read, the next one of its rows may be launched `behind` it, and no other.
 
     What settles a round is launched with it where rows name all that ends them, so that the device finds out which
     drafts stand, and has work while the host does.
@@ -117,11 +88,9 @@ class Steps:
         self._graphs: Graphs | None = None
         # The same for part of the card, where rounds may run beside a chunk.
         self._part_graphs: Graphs | None = None
-        # Those to be read, the older one first, and the last that was.
-        self._launched: deque[_Launched] = deque()
-        self._read: _Launched | None = None
         # The step that ran last, for what settles it.
         self._ran: tuple[Batch, Output] | None = None
+        self._bodies = {"propose": self._propose, "step": self._step, "draw": self._draw, "settle": self._settle}
 
     @property
     def row_sizes(self) -> Sequence[int]:
@@ -141,18 +110,12 @@ class Steps:
         # What comes between two rounds compiles too; of rows that are nobody's it changes nothing.
         self._inputs.advance([], rows, self._drawn[:rows], self._peaks[:rows])
         for columns in reversed(self._column_sizes):
-            step, settle = self._keys(rows, columns)
             # A draw comes between a step and what settles it, so it must not work in the memory of what the step left.
-            bodies: list[Body] = [
-                (step, partial(self._step, rows, columns)),
-                (("draw", rows, columns), partial(self._draw, rows, columns)),
-            ]
-            if settle:
-                bodies.append((settle, partial(self._settle, rows, columns)))
-            self._prepare(bodies, graphs)
+            kinds = ["step", "draw", "settle"] if self._needs_settling(columns) else ["step", "draw"]
+            self._prepare([(kind, rows, columns) for kind in kinds], graphs)
         if self._drafter:
             for depth in range(1, min(self._limits.columns - 1, MAX_MTP_DRAFTS) + 1):
-                self._prepare([(("propose", rows, depth), partial(self._propose, rows, depth))], graphs)
+                self._prepare([("propose", rows, depth)], graphs)
 
     @torch.inference_mode()
     def seconds(self, part: Part | None = None) -> float:
@@ -162,7 +125,8 @@ class Steps:
         self._ran = None
         return took
 
-    def _prepare(self, bodies: list[Body], graphs: Graphs | None) -> None:
+    def _prepare(self, keys: Sequence[Key], graphs: Graphs | None) -> None:
+        bodies = [(key, self._body(key)) for key in keys]
         if graphs is not None:
             graphs.capture(bodies)
         else:
@@ -171,92 +135,75 @@ class Steps:
         # What it holds is memory that the next capture may use.
         self._ran = None
 
-    def launch(self, live: Sequence[Row], *, beside: bool = False) -> None:
+    def launch(self, live: Sequence[Row], note: dict[str, Any], *, beside: bool = False) -> Launched:
         """Start a round: drafts where rows ask for them, then the model over every row's tokens and the best token of
         each column, then draws where rows sample, and what settles it where that needs no host. `beside` a chunk it
-        keeps to its part of the card."""
-        assert not self._launched
-        graphs = self._part_graphs if beside else self._graphs
+        keeps to its part of the card. note: as in `Launched`."""
         rows = _at_least(self._row_sizes, len(live))
         columns = _at_least(self._column_sizes, max(row.columns for row in live))
         # Device or host, one of them tells which drafts stand for all rows.
         settled = all(row.stops is not None and len(row.stops) <= MAX_STOP_IDS for row in live)
         self._inputs.fill(live, rows, columns, own=settled)
         if depth := max(row.neural for row in live):
-            self._run(graphs, ("propose", rows, depth), partial(self._propose, rows, depth))
-        self._start(live, rows, columns, settled=settled, graphs=graphs)
+            self._run(("propose", rows, depth), beside)
+        return self._start(live, note, rows, columns, settled=settled, beside=beside)
 
-    def launch_behind(self, live: Sequence[Row]) -> None:
+    def launch_behind(self, live: Sequence[Row], note: dict[str, Any], before: Launched) -> Launched:
         """Start the next round of the rows of a plain one that is under way, all of whose stop ids the device knows.
         What a row says of its tokens is void: the device has them. One that ends with the first round has no part in
         the second: nothing of it is written to, and its answer means nothing."""
-        [before] = self._launched
         assert before.settled
         assert (before.live, before.columns) == (len(live), 1)
         with torch.inference_mode():
             self._inputs.advance(live, before.rows, self._drawn[: before.rows], self._peaks[: before.rows])
-        self._start(live, before.rows, 1, settled=True, graphs=before.graphs)
+        return self._start(live, note, before.rows, 1, settled=True, beside=before.beside)
 
-    def _start(self, live: Sequence[Row], rows: int, columns: int, *, settled: bool, graphs: Graphs | None) -> None:
+    def _start(
+        self, live: Sequence[Row], note: dict[str, Any], rows: int, columns: int, *, settled: bool, beside: bool
+    ) -> Launched:
         """A round whose inputs are on their way."""
-        step, settle = self._keys(rows, columns)
-        self._run(graphs, step, partial(self._step, rows, columns))
+        self._run(("step", rows, columns), beside)
         if any(row.parameters for row in live):
             self._inputs.fill_parameters(live, rows, columns)
-            self._run(graphs, ("draw", rows, columns), partial(self._draw, rows, columns))
+            self._run(("draw", rows, columns), beside)
         self._answer.turn()
         self._answer.bring_back()
-        done = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        if done:
-            done.record()
-        if settled and settle:
-            self._run(graphs, settle, partial(self._settle, rows, columns))
+        arrival = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if arrival:
+            arrival.record()
+        if settled and self._needs_settling(columns):
+            self._run(("settle", rows, columns), beside)
         logits = self._kept(len(live) * columns)
-        self._launched.append(_Launched(len(live), rows, columns, settled, graphs, logits, self._answer.host, done))
+        return Launched(note, len(live), rows, columns, settled, beside, logits, self._answer.host, arrival)
 
-    def read(self) -> Answer:
-        """Wait for the older round and take its answer."""
-        read = self._read = self._launched.popleft()
-        count = read.live * read.columns
-        if read.done:
-            read.done.synchronize()
-        ids, peaks, tokens = read.answer[:, :count]
-        starts, tokens = range(0, count, read.columns), tokens.tolist()
-        best = list(zip(ids.tolist(), peaks.view(np.float64).tolist(), strict=True))
-        return Answer([tokens[start : start + read.columns] for start in starts], best, read.logits, starts)
-
-    def settle(self, accepted: Sequence[int]) -> None:
-        """Move states and the MTP head on by the first `accepted` columns of each row of the round that was read,
-        unless the device has."""
-        read = self._read
-        assert read is not None
-        _, key = self._keys(read.rows, read.columns)
-        if key and not read.settled:
+    def settle(self, round: Launched, accepted: Sequence[int]) -> None:
+        """Move states and the MTP head on by the first `accepted` columns of each row of a round, unless the device
+        has."""
+        if self._needs_settling(round.columns) and not round.settled:
             self._accepted.host[:] = 0
             self._accepted.host[: len(accepted)] = accepted
             self._accepted.send()
-            self._run(read.graphs, key, partial(self._settle, read.rows, read.columns))
-
-    @property
-    def done(self) -> bool:
-        """Whether `read` would not wait."""
-        done = self._launched[0].done
-        return done is None or bool(done.query())  # type: ignore[no-untyped-call]
+            self._run(("settle", round.rows, round.columns), round.beside)
 
     @property
     def graphed(self) -> bool:
         return self._graphs is not None
 
-    def _keys(self, rows: int, columns: int) -> tuple[Key, Key | None]:
-        """Of a round and of what settles it; plain decode without an MTP head needs no settling."""
-        return ("step", rows, columns), ("settle", rows, columns) if columns > 1 or self._drafter else None
+    def _needs_settling(self, columns: int) -> bool:
+        """Plain decode without an MTP head does not."""
+        return columns > 1 or self._drafter is not None
 
-    def _run(self, graphs: Graphs | None, key: Key, body: Callable[[], None]) -> None:
+    def _run(self, key: Key, beside: bool) -> None:
+        graphs = self._part_graphs if beside else self._graphs
         if graphs is not None:
             graphs.replay(key)
             return
         with torch.inference_mode():
-            body()
+            self._body(key)()
+
+    def _body(self, key: Key) -> Callable[[], None]:
+        kind, *shape = key
+        return partial(self._bodies[kind], *shape)
 
     def _batch(self, rows: int, columns: int, drafts: tuple[Tensor, Tensor] | None = None) -> Batch:
         """The fixed buffers as a step of `rows` x `columns` tokens; drafts as in `begin`."""

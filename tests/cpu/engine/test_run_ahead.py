@@ -9,6 +9,7 @@ from hypothesis import event, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from longlane.engine.launched import Launched
 from longlane.engine.loop import Engine
 from longlane.errors import EngineError
 from longlane.types import Request, SamplingParams, ThinkingBudget
@@ -158,9 +159,10 @@ def test_a_round_has_buffers_of_its_own_until_it_is_read(monkeypatch):
     steps, seen = engine._runner.steps, []
     inputs, start = steps._inputs, steps._start
 
-    def begun(*given: object, **named: object) -> None:
-        start(*given, **named)
+    def begun(*given: object, **named: object) -> Launched:
+        launched = start(*given, **named)
         seen.append([mirror.host.ctypes.data for mirror in (*inputs.taking_turns, steps._answer)])
+        return launched
 
     monkeypatch.setattr(steps, "_start", begun)
     run(engine)
@@ -238,17 +240,20 @@ def test_nobody_pauses_for_a_round_that_runs_ahead():
     assert paused[0] == paused[1]
 
 
-def test_the_end_waits_for_both_rounds():
+def test_the_end_waits_for_both_rounds(monkeypatch):
     engine, log = build(settings(max_concurrency=2), pages=16, overlap=True), Log()
     for id in ("a", "b"):
         engine.submit(ask(id))
     for _ in range(6):
         log.take(engine.step())
-    assert engine._flights.behind is not None
+    rounds = [engine._flights.round, engine._flights.behind]
+    read, waited = engine._runner.read, []
+    monkeypatch.setattr(engine._runner, "read", lambda launched: waited.append(launched) or read(launched))
     engine.abort(EngineError("the server is shutting down"))
     engine.close()
     assert not engine._flights
-    assert not engine._runner.steps._launched
+    assert [launched.note["behind"] for launched in waited] == [True, True]
+    assert waited == [round.launched for round in rounds]
     log.take(engine.step())
     assert set(log.failed) == {"a", "b"}
     assert engine.stats(check=True).integrity == []
@@ -261,11 +266,11 @@ def test_a_round_lasts_from_the_end_of_the_one_before():
     engine.submit(ask())
     for _ in range(5):
         log.take(engine.step())
-    engine._debt_s, owed = 10.0, []
+    engine._pace.debt_s, owed = 10.0, []
     for _ in range(4):
         clock.now += 1
         log.take(engine.step())
-        owed.append(engine._debt_s)
+        owed.append(engine._pace.debt_s)
     assert engine._flights.behind is not None
     assert owed == [9.0, 8.0, 7.0, 6.0]
 
@@ -279,10 +284,10 @@ def test_a_round_that_fails_is_named_whatever_was_launched_behind_it(monkeypatch
     engine.step()
     assert [step["behind"] for step in heard] == [True]
 
-    def fail() -> None:
+    def fail(launched: Launched) -> None:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(engine._runner.steps, "read", fail)
+    monkeypatch.setattr(Launched, "read", fail)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.step()
     assert heard[-1]["number"] == heard[0]["number"] - 1
