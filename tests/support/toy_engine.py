@@ -200,3 +200,18 @@ def oracle(request: Request) -> Answer:
         tokens += decide(walk.logits(), [], row).token_ids
         walk = walk.after(row.generated[-1:])
     return Answer(tokens, row.finish, row.stop_id)
+
+
+def ask(id: str = "a", prompt: int = 10, max_tokens: int = 40, **changes: object) -> Request:
+    """A request, whose `prompt` tokens depend on its id."""
+    token_ids = [(7 * i + 5 * len(id) + ord(id[-1])) % VOCAB for i in range(prompt)]
+    return Request(**{"id": id, "token_ids": token_ids, "max_tokens": max_tokens, **changes})  # type: ignore[arg-type]
+
+
+def check_answers(log: Log, requests: Sequence[Request]) -> None:
+    """Every one of `requests` that was not cancelled got what the oracle says."""
+    for wanted in requests:
+        if log.finished[wanted.id].reason != "cancelled":
+            answer, finished = oracle(wanted), log.finished[wanted.id]
+            assert log.tokens.get(wanted.id, []) == answer.token_ids, wanted.id
+            assert (finished.reason, finished.stop_id) == (answer.finish, answer.stop_id)

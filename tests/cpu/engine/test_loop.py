@@ -5,27 +5,12 @@ import torch
 from hypothesis import HealthCheck, event, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from torch import Tensor
 
 from longlane.engine.loop import Engine
 from longlane.errors import EngineError
 from longlane.types import Request, SamplingParams, ThinkingBudget
 from support.hash_model import VOCAB
-from support.toy_engine import Clock, Guesser, Log, PatientLane, build, oracle, run, settings
-
-
-def request(id: str = "a", prompt: int = 10, max_tokens: int = 8, **changes: object) -> Request:
-    token_ids = [(7 * i + len(id) + ord(id[-1])) % VOCAB for i in range(prompt)]
-    return Request(**{"id": id, "token_ids": token_ids, "max_tokens": max_tokens, **changes})  # type: ignore[arg-type]
-
-
-def check_answers(log: Log, requests: list[Request]) -> None:
-    for wanted in requests:
-        if wanted.id in log.finished and log.finished[wanted.id].reason != "cancelled":
-            answer, finished = oracle(wanted), log.finished[wanted.id]
-            assert log.tokens.get(wanted.id, []) == answer.token_ids, wanted.id
-            assert (finished.reason, finished.stop_id) == (answer.finish, answer.stop_id)
-
+from support.toy_engine import Clock, Guesser, Log, PatientLane, ask, build, check_answers, oracle, run, settings
 
 sampling = st.builds(
     SamplingParams,
@@ -50,7 +35,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[tuple[int, Request]], dict[str, int
         id = f"r{index}"
         budget = draw(st.none() | st.integers(0, 5))
         thinking = budget if budget is None else ThinkingBudget(tokens=budget, start_id=1, end_id=2, forced_ids=[5, 2])
-        wanted = request(
+        wanted = ask(
             id,
             draw(prompts),
             draw(lengths),
@@ -163,14 +148,14 @@ def test_states_end_with_the_token_before_a_stop_id_that_was_drafted(kind, stops
         "sampling": SamplingParams(**params.get(kind, {"temperature": 0.0})),
         "thinking": budget if kind == "thinking" else None,
     }
-    free = oracle(request("a", 70, 30, **changes)).token_ids
+    free = oracle(ask("a", 70, 30, **changes)).token_ids
     others = [token for token in range(VOCAB) if token not in free][: stops - 1]
     for length in range(4, 16):
         if free[length] in [*free[:length], *budget.forced_ids]:
             continue
         engine = build(settings(), pages=8, spare_slots=2, speculator=Guesser(3, wrong=10**6), overlap=True)
         watch_states(engine)
-        wanted = request("a", 70, 30, stop_ids=[free[length], *others], **changes)
+        wanted = ask("a", 70, 30, stop_ids=[free[length], *others], **changes)
         engine.submit(wanted)
         log = run(engine)
         assert log.finished["a"].reason == "stop"
@@ -184,7 +169,7 @@ def test_states_end_with_the_token_before_a_stop_id_that_was_drafted(kind, stops
 
 def test_two_lanes_fill_the_pool_to_its_last_page_and_the_third_waits():
     engine = build(settings(max_concurrency=3), pages=8)
-    wanted = [request("a", 200, 57), request("b", 192, 65), request("c", 10, 5)]
+    wanted = [ask("a", 200, 57), ask("b", 192, 65), ask("c", 10, 5)]
     for one in wanted:
         engine.submit(one)
     log, fullest = Log(), 8
@@ -201,7 +186,7 @@ def test_two_lanes_fill_the_pool_to_its_last_page_and_the_third_waits():
 
 def test_the_youngest_pauses_when_pages_run_out_and_loses_nothing():
     engine = build(settings(max_concurrency=2), pages=4)
-    wanted = [request("old", 60, 150), request("young", 60, 150)]
+    wanted = [ask("old", 60, 150), ask("young", 60, 150)]
     for one in wanted:
         engine.submit(one)
     log, paused = Log(), 0
@@ -220,7 +205,7 @@ def test_the_youngest_pauses_when_pages_run_out_and_loses_nothing():
 def test_a_paused_request_outlives_its_queue_timeout():
     clock = Clock(tick=1.0)
     engine = build(settings(max_concurrency=2, pending_timeout_ms=20_000), pages=4, clock=clock)
-    wanted = [request("old", 60, 190), request("young", 60, 150)]
+    wanted = [ask("old", 60, 190), ask("young", 60, 150)]
     for one in wanted:
         engine.submit(one)
     log = run(engine)
@@ -231,7 +216,7 @@ def test_a_paused_request_outlives_its_queue_timeout():
 def test_more_than_lanes_and_queue_hold_is_refused_at_once():
     engine = build(settings(max_concurrency=2, max_pending_requests=2), pages=64)
     for index in range(8):
-        engine.submit(request(f"r{index}"))
+        engine.submit(ask(f"r{index}"))
     log = run(engine)
     assert list(log.finished) == ["r0", "r1", "r2", "r3"]
     assert {(failed.code, failed.status) for failed in log.failed.values()} == {("server_overloaded", 429)}
@@ -241,7 +226,7 @@ def test_more_than_lanes_and_queue_hold_is_refused_at_once():
 def test_a_request_that_waits_too_long_is_told_so():
     clock = Clock()
     engine = build(settings(max_concurrency=1, pending_timeout_ms=5000), pages=64, clock=clock)
-    for one in (request("a", max_tokens=100), request("b"), request("c", pending_timeout_s=50.0)):
+    for one in (ask("a", max_tokens=100), ask("b"), ask("c", pending_timeout_s=50.0)):
         engine.submit(one)
     log = Log()
     log.take(engine.step())
@@ -268,8 +253,8 @@ def test_a_request_that_waits_too_long_is_told_so():
 )
 def test_what_cannot_be_served_is_refused_and_costs_nothing(changes, code, words):
     engine = build(settings(max_context=100), pages=8)
-    engine.submit(request("bad", **changes))
-    engine.submit(request("good"))
+    engine.submit(ask("bad", **changes))
+    engine.submit(ask("good"))
     log = run(engine)
     assert (log.failed["bad"].code, log.failed["bad"].status) == (code, 400)
     assert words in log.failed["bad"].message
@@ -278,8 +263,8 @@ def test_what_cannot_be_served_is_refused_and_costs_nothing(changes, code, words
 
 def test_the_context_ends_an_answer_with_length():
     engine = build(settings(max_context=100), pages=8)
-    engine.submit(request("a", 99, 50))
-    engine.submit(request("b", 90, 10**9))
+    engine.submit(ask("a", 99, 50))
+    engine.submit(ask("b", 90, 10**9))
     log = run(engine)
     assert (len(log.tokens["a"]), log.finished["a"].reason) == (1, "length")
     assert (len(log.tokens["b"]), log.finished["b"].reason) == (10, "length")
@@ -287,7 +272,7 @@ def test_the_context_ends_an_answer_with_length():
 
 def test_no_tokens_asked_is_a_prompt_pass_only():
     engine = build(settings(prefill_chunk=64), pages=8)
-    engine.submit(request("a", 100, 0))
+    engine.submit(ask("a", 100, 0))
     log = run(engine)
     assert log.tokens == {}
     assert log.finished["a"].reason == "length"
@@ -298,8 +283,8 @@ def test_no_tokens_asked_is_a_prompt_pass_only():
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 def test_a_cancelled_request_gives_back_everything_at_once(steps):
     engine = build(settings(max_concurrency=1, prefill_chunk=64), pages=8)
-    engine.submit(request("a", 200, 100))
-    engine.submit(request("queued", 200, 100))
+    engine.submit(ask("a", 200, 100))
+    engine.submit(ask("queued", 200, 100))
     log = Log()
     for _ in range(steps):
         log.take(engine.step())
@@ -315,7 +300,7 @@ def test_a_cancelled_request_gives_back_everything_at_once(steps):
 def test_cancelling_what_is_not_open_does_nothing():
     engine = build(settings(), pages=8)
     engine.cancel("nobody")
-    engine.submit(request("a"))
+    engine.submit(ask("a"))
     log = run(engine)
     engine.cancel("a")
     assert engine.idle
@@ -325,7 +310,7 @@ def test_cancelling_what_is_not_open_does_nothing():
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_row_that_cannot_be_decided_fails_alone_and_gives_back_what_it_had(monkeypatch, overlap):
     engine = build(settings(max_concurrency=2), pages=8, spare_slots=2, overlap=overlap)
-    wanted = [request("a", 10, 20), request("b", 10, 20)]
+    wanted = [ask("a", 10, 20), ask("b", 10, 20)]
     for one in wanted:
         engine.submit(one)
     log = Log()
@@ -346,7 +331,7 @@ def test_a_row_that_cannot_be_decided_fails_alone_and_gives_back_what_it_had(mon
 def test_aborting_ends_every_request_with_the_error():
     engine = build(settings(max_concurrency=1), pages=8)
     for id in "ab":
-        engine.submit(request(id))
+        engine.submit(ask(id))
     engine.step()
     engine.abort(EngineError("the server is shutting down"))
     log = run(engine)
@@ -358,8 +343,8 @@ def test_aborting_ends_every_request_with_the_error():
 def test_timings_are_measured_and_add_up():
     clock = Clock()
     engine = build(settings(max_concurrency=1, prefill_chunk=64), pages=8, clock=clock)
-    engine.submit(request("first", 10, 3))
-    engine.submit(request("a", 150, 5))
+    engine.submit(ask("first", 10, 3))
+    engine.submit(ask("a", 150, 5))
     clock.now = 2.0
     clock.tick = 0.25
     timings = run(engine).finished["a"].timings
@@ -382,14 +367,14 @@ def test_the_end_of_one_prompt_does_not_shorten_the_chunks_of_the_next():
 
     engine._runner.on_step = watch
     for id, prompt in (("whole page", 64), ("few tokens", 3), ("long", 1000)):
-        engine.submit(request(id, prompt, 1))
+        engine.submit(ask(id, prompt, 1))
         run(engine)
     assert chunks == [64, 3, 1000]
 
 
 def test_drafts_are_counted_by_position():
     engine = build(settings(), pages=8, speculator=Guesser(max_drafts=3, wrong=3))
-    engine.submit(request("a", 10, 40, sampling=SamplingParams(temperature=0.0)))
+    engine.submit(ask("a", 10, 40, sampling=SamplingParams(temperature=0.0)))
     timings = run(engine).finished["a"].timings
     assert timings.drafted_tokens > timings.accepted_tokens == sum(timings.accepted_per_position)
     first, second, third = timings.accepted_per_position
@@ -414,7 +399,7 @@ def test_a_chunk_ends_where_a_state_is_to_be_kept(monkeypatch):
 
     monkeypatch.setattr(engine._memory, "admit", admit_with_stops)
     monkeypatch.setattr(engine._memory, "commit", watch)
-    wanted = request("a", 150, 1)
+    wanted = ask("a", 150, 1)
     engine.submit(wanted)
     check_answers(run(engine), [wanted])
     assert lengths == [10, 64, 100, 150]
@@ -422,10 +407,10 @@ def test_a_chunk_ends_where_a_state_is_to_be_kept(monkeypatch):
 
 def test_a_long_prompt_does_not_hold_up_a_short_one():
     engine = build(settings(max_concurrency=4, prefill_chunk=64), pages=64)
-    engine.submit(request("long", 2000, 1))
+    engine.submit(ask("long", 2000, 1))
     log = Log()
     log.take(engine.step())
-    engine.submit(request("short", 30, 1))
+    engine.submit(ask("short", 30, 1))
     log.take(engine.step())
     assert set(log.finished) == {"short"}
     run(engine, log)
@@ -435,7 +420,7 @@ def test_thousand_requests_leak_nothing():
     engine = build(settings(max_concurrency=8), pages=20)
     log = Log()
     for index in range(1000):
-        engine.submit(request(f"r{index}", 1 + index * 37 % 150, index % 7))
+        engine.submit(ask(f"r{index}", 1 + index * 37 % 150, index % 7))
         log.take(engine.step())
         if index % 5 == 0:
             engine.cancel(f"r{index - index % 3}")
@@ -447,7 +432,7 @@ def test_thousand_requests_leak_nothing():
 
 def test_what_arrives_while_a_step_runs_joins_the_next_one():
     engine, log = build(settings(max_concurrency=2), pages=16, overlap=True), Log()
-    wanted = [request("a", max_tokens=20), request("b", max_tokens=5)]
+    wanted = [ask("a", max_tokens=20), ask("b", max_tokens=5)]
     engine.submit(wanted[0])
     log.take(engine.step())
     assert engine.stats().prefilling == 1
@@ -465,7 +450,7 @@ def test_what_arrives_while_a_step_runs_joins_the_next_one():
 
 def test_a_request_cancelled_while_its_step_runs_leaves_only_what_is_committed():
     engine, log = build(settings(), pages=16, spare_slots=2, overlap=True), Log()
-    first = request("a", 70, 40)
+    first = ask("a", 70, 40)
     engine.submit(first)
     for _ in range(12):
         log.take(engine.step())
@@ -487,7 +472,7 @@ def test_a_request_cancelled_while_its_step_runs_leaves_only_what_is_committed()
 def test_an_abort_while_a_step_runs_ends_everything():
     engine, log = build(settings(max_concurrency=2), pages=16, overlap=True), Log()
     for id in ("a", "b", "c"):
-        engine.submit(request(id, max_tokens=50))
+        engine.submit(ask(id, max_tokens=50))
     for _ in range(4):
         log.take(engine.step())
     engine.abort(EngineError("the server is shutting down"))
@@ -495,173 +480,3 @@ def test_an_abort_while_a_step_runs_ends_everything():
     assert set(log.failed) == {"a", "b", "c"}
     assert engine.stats(check=True).integrity == []
     assert engine.stats().pages_free == 16
-
-
-def test_rounds_go_on_while_a_chunk_runs_beside_them():
-    engine, log = (
-        build(settings(max_concurrency=2, prefill_chunk=64), pages=32, overlap=True, beside=PatientLane(3)),
-        Log(),
-    )
-    wanted = [request("a", max_tokens=30), request("b", 200, 3)]
-    engine.submit(wanted[0])
-    for _ in range(3):
-        log.take(engine.step())
-    kinds = []
-    engine.on_step(lambda step: kinds.append(step["kind"]))
-    engine.submit(wanted[1])
-    run(engine, log)
-    check_answers(log, wanted)
-    # A chunk is on its way before the round, and is asked for at the end of each, and before another goes behind it.
-    assert kinds[:8] == ["prefill", *["decode"] * 3] * 2
-
-
-def test_a_short_prompt_has_its_turn_while_the_chunk_of_a_long_one_runs():
-    lane = PatientLane(1000)
-    engine, log = build(settings(max_concurrency=3), pages=64, clock=Clock(), overlap=True, beside=lane), Log()
-    wanted = [request("a", max_tokens=40), request("long", 2000, 3), request("short", 60, 2)]
-    engine.submit(wanted[0])
-    for _ in range(3):
-        log.take(engine.step())
-    engine.submit(wanted[1])
-    until_beside(engine, log)
-    engine.submit(wanted[2])
-    for _ in range(6):
-        log.take(engine.step())
-    assert engine._flights.beside is not None
-    assert set(log.finished) == {"short"}
-    run(engine, log)
-    check_answers(log, wanted)
-    assert engine.stats(check=True).integrity == []
-
-
-def until_beside(engine: Engine, log: Log) -> None:
-    """A round that is on its way already goes before the chunk."""
-    while engine._flights.beside is None:
-        log.take(engine.step())
-
-
-def crowded() -> tuple[Engine, Log, list[Request]]:
-    """A lane that writes, and a prompt beside it for which there will be no room."""
-    engine = build(settings(max_concurrency=2), pages=8, clock=Clock(), overlap=True, beside=PatientLane(400))
-    log, wanted = Log(), [request("old", 60, 400), request("young", 250, 20)]
-    engine.submit(wanted[0])
-    for _ in range(65):
-        log.take(engine.step())
-    engine.submit(wanted[1])
-    return engine, log, wanted
-
-
-def test_who_pauses_while_its_chunk_runs_loses_nothing_and_disturbs_nobody():
-    engine, log, wanted = crowded()
-    chunks = []
-    while not chunks or not engine.stats().waiting:
-        chunks.append(engine._flights.beside)
-        log.take(engine.step())
-    assert chunks[-1] is not None, "it was in the middle of a chunk"
-    run(engine, log)
-    check_answers(log, wanted)
-    assert engine.stats(check=True).integrity == []
-
-
-def test_cancelled_while_its_chunk_runs_it_ends_though_it_had_to_pause():
-    engine, log, wanted = crowded()
-    until_beside(engine, log)
-    engine.cancel("young")
-    run(engine, log)
-    assert log.finished["young"].reason == "cancelled"
-    check_answers(log, wanted[:1])
-    assert engine.stats(check=True).integrity == []
-
-
-def test_the_end_waits_for_a_chunk_that_runs_beside():
-    engine, log = (
-        build(settings(max_concurrency=2, prefill_chunk=64), pages=16, overlap=True, beside=PatientLane(400)),
-        Log(),
-    )
-    engine.submit(request("a", max_tokens=40))
-    for _ in range(3):
-        log.take(engine.step())
-    engine.submit(request("b", 200, 3))
-    until_beside(engine, log)
-    engine.abort(EngineError("the server is shutting down"))
-    log.take(engine.step())
-    assert engine._flights.beside is not None
-    engine.close()
-    assert not engine._flights
-    assert set(log.failed) == {"a", "b"}
-    assert engine.stats(check=True).integrity == []
-
-
-class BrokenLane(PatientLane):
-    """Its launch fails."""
-
-    @property
-    def done(self) -> bool:
-        self._left -= 1
-        return self._left < 0
-
-    def wait(self) -> Tensor | None:
-        raise RuntimeError("an illegal memory access")
-
-
-def test_a_chunk_that_fails_beside_fails_the_step():
-    engine = build(settings(max_concurrency=2, prefill_chunk=64), pages=16, overlap=True, beside=BrokenLane(3))
-    engine.submit(request("a", max_tokens=40))
-    for _ in range(3):
-        engine.step()
-    engine.submit(request("b", 200, 3))
-    heard = []
-    engine.on_step(heard.append)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        run(engine, Log())
-    chunk, *rounds, last = heard
-    assert (chunk["kind"], chunk["columns"], chunk["contexts"], chunk["beside"]) == ("prefill", [64], [0], True)
-    assert rounds
-    known = {"number": chunk["number"], "columns": [64], "contexts": [0]}
-    assert all((round["kind"], round["chunk"]) == ("decode", known) for round in rounds)
-    assert last == chunk, "the report is to name the chunk, whatever was launched since"
-
-
-class LaunchedLane(PatientLane):
-    """A thread launches what it is given until told otherwise."""
-
-    launching = True
-
-
-def test_who_has_time_while_a_chunk_alone_is_launched_is_told_so():
-    """So that it hears a cancellation; with a round on the main stream it is to wait for that."""
-    lane = LaunchedLane(3)
-    engine, log = build(settings(max_concurrency=2, prefill_chunk=64), pages=32, overlap=True, beside=lane), Log()
-    engine.submit(request("a", max_tokens=40))
-    for _ in range(3):
-        log.take(engine.step())
-    engine.submit(request("b", 200, 3))
-    until_beside(engine, log)
-    assert (engine._flights.main, engine.launching, engine.busy) == (True, True, False)
-    while engine._flights.main:
-        engine._land_round()
-    assert (engine._flights.main, engine.launching, engine.busy) == (False, True, True)
-    lane.launching = False
-    assert [engine.busy for _ in range(3)] == [True, True, False], "until the device has done it"
-
-
-def test_cancelled_while_its_chunk_runs_it_keeps_its_pages_until_that_has_ended():
-    engine, log = (
-        build(settings(max_concurrency=2, prefill_chunk=64), pages=16, overlap=True, beside=PatientLane(9)),
-        Log(),
-    )
-    wanted = [request("a", max_tokens=40), request("b", 200, 3)]
-    engine.submit(wanted[0])
-    for _ in range(3):
-        log.take(engine.step())
-    engine.submit(wanted[1])
-    until_beside(engine, log)
-    free = engine.stats().pages_free
-    engine.cancel("b")
-    log.take(engine.step())
-    assert engine.stats().pages_free == free
-    assert "b" not in log.finished
-    run(engine, log)
-    assert log.finished["b"].reason == "cancelled"
-    check_answers(log, wanted[:1])
-    assert engine.stats(check=True).integrity == []

@@ -14,19 +14,7 @@ from longlane.engine.loop import Engine
 from longlane.errors import EngineError
 from longlane.types import Request, SamplingParams, ThinkingBudget
 from support.hash_model import VOCAB
-from support.toy_engine import Clock, Guesser, Log, PatientLane, build, oracle, run, settings
-
-
-def ask(id: str = "a", prompt: int = 10, max_tokens: int = 40, **changes: object) -> Request:
-    token_ids = [(7 * i + 5 * len(id) + ord(id[-1])) % VOCAB for i in range(prompt)]
-    return Request(**{"id": id, "token_ids": token_ids, "max_tokens": max_tokens, **changes})  # type: ignore[arg-type]
-
-
-def check_answers(log: Log, requests: Sequence[Request]) -> None:
-    for wanted in requests:
-        answer = oracle(wanted)
-        assert log.tokens.get(wanted.id, []) == answer.token_ids, wanted.id
-        assert (log.finished[wanted.id].reason, log.finished[wanted.id].stop_id) == (answer.finish, answer.stop_id)
+from support.toy_engine import Clock, Guesser, Log, PatientLane, ask, build, check_answers, oracle, run, settings
 
 
 def watched(engine: Engine) -> Counter[bool]:
