@@ -79,7 +79,7 @@ class Runner:
         torch.cuda.empty_cache()
         yield total, total
 
-    def prefill(self, row: Row, *, decides: bool, beside: bool = False) -> None:
+    def prefill(self, row: Row, *, decides: bool, beside: bool) -> None:
         """Start a chunk of a prompt, whose last token may decide the next. `beside`: while rounds run."""
         note = self._note("prefill", [row], beside)
         if beside:
@@ -95,12 +95,12 @@ class Runner:
         """Whether a thread is launching a chunk."""
         return self.chunks.launching
 
-    def wait(self, *, beside: bool = False) -> Tensor | None:
+    def wait(self, *, beside: bool) -> Tensor | None:
         """Until the chunk is computed. Logits [1, V] of its last token where that one decides."""
         with self._blaming(self._beside if beside else self.last_step):
             return self.chunks.wait(beside=beside)
 
-    def decode(self, rows: Sequence[Row], *, beside: bool = False) -> Launched:
+    def decode(self, rows: Sequence[Row], *, beside: bool) -> Launched:
         """Start a round: every row's tokens and drafts. `beside`: while a chunk runs."""
         note = self._note("verify" if max(row.columns for row in rows) > 1 else "decode", rows, beside)
         return self.steps.launch(rows, note, beside=beside)

@@ -135,7 +135,7 @@ class Steps:
         # What it holds is memory that the next capture may use.
         self._ran = None
 
-    def launch(self, live: Sequence[Row], note: dict[str, Any], *, beside: bool = False) -> Launched:
+    def launch(self, live: Sequence[Row], note: dict[str, Any], *, beside: bool) -> Launched:
         """Start a round: drafts where rows ask for them, then the model over every row's tokens and the best token of
         each column, then draws where rows sample, and what settles it where that needs no host. `beside` a chunk it
         keeps to its part of the card. note: as in `Launched`."""
