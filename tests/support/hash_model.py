@@ -69,7 +69,7 @@ class HashModel:
     def forward(self, batch: Batch, caches: Caches) -> Output:
         self.steps += 1
         advance = batch.kind != "verify"
-        assert advance or len(set(batch.query_lengths())) == 1, "verify rows must be of equal length"
+        assert advance or len(set(batch.ragged().lengths())) == 1, "verify rows must be of equal length"
         rows = batch.ragged()
         kv = caches.kv[0]
         kv.k[rows.page, 0, rows.offset, 0] = batch.token_ids.double()

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -52,9 +51,6 @@ class Batch:
     @property
     def rows(self) -> int:
         return len(self.context)
-
-    def query_lengths(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in pairwise(self.query_start))
 
     def ragged(self) -> Ragged:
         """The rows as kernels take them."""

@@ -35,7 +35,7 @@ def alone(model):
 
 
 def rows_of(model, output, batch):
-    return model.logits(output.hidden).split(batch.query_lengths())
+    return model.logits(output.hidden).split(batch.ragged().lengths())
 
 
 def test_rows_of_very_different_length_in_one_batch(model, alone):
