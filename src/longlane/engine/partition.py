@@ -24,7 +24,7 @@ CAPABILITY = (8, 0)
 # ones on request, where products of the library fail to run.
 STEP = 8
 # Of a round's speed alone on its part, what is left of it beside a chunk: both have the card's memory and its power.
-# The least of what an H200 showed, 0.85 to 0.875 (`bench/results/log.md`).
+# The least of what an H200 showed, 0.85 to 0.9 (`bench/results/log.md`).
 BESIDE = 0.85
 
 IN_TURN = "prefills take turns with decoding: %s"
