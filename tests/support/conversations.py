@@ -44,9 +44,10 @@ turns = st.lists(
 class Conversation:
     """Turns as requests: each prompt is what an earlier turn's prompt and answer spell, and something new.
 
-    answers: what the oracle says to each request, by its id."""
+    raw: nobody says where messages end. answers: what the oracle says to each request, by its id."""
 
     system: int
+    raw: bool = False
     answers: dict[str, list[int]] = field(default_factory=dict)
     texts: list[list[int]] = field(default_factory=list)
     ends: list[list[int]] = field(default_factory=list)
@@ -63,7 +64,7 @@ class Conversation:
             token_ids=prompt,
             max_tokens=turn.answer,
             sampling=SamplingParams(temperature=0.7, seed=index),
-            boundaries=[*ends, len(prompt)],
+            boundaries=[] if self.raw else [*ends, len(prompt)],
         )
         answer = self.answers[wanted.id] = oracle(wanted).token_ids
         self.texts.append(prompt + answer)

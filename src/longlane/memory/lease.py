@@ -1,15 +1,11 @@
 """What one running request holds."""
 
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from longlane.memory.node import Node
 from longlane.memory.plan import PAGE
 from longlane.memory.restore import Restore
-
-# Checkpoints of a prompt beside those at its boundaries, in tokens: what an edited long prompt recomputes at most.
-CHECKPOINT_INTERVAL = 8192
 
 
 @dataclass(slots=True, eq=False)
@@ -71,15 +67,3 @@ class Lease:
 
 def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
-
-
-def stops_of(boundaries: Iterable[int], cached: int, prompt: int, last: int) -> tuple[int, ...]:
-    """Where to keep the state of a prompt beyond what is cached: at its first boundary, the end of the system block, at
-    the `last` ones, and every so often."""
-    marks = sorted(mark for mark in boundaries if 0 < mark < prompt)
-    chosen = {
-        *marks[:1],
-        *marks[max(0, len(marks) - last) :],
-        *range(CHECKPOINT_INTERVAL, prompt, CHECKPOINT_INTERVAL),
-    }
-    return tuple(sorted(mark for mark in chosen if mark > cached))

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from longlane.errors import RequestError, counted
-from longlane.memory.lease import Lease, pages_for, stops_of
+from longlane.memory.lease import Lease, pages_for
 from longlane.memory.pages import PagePool
 from longlane.memory.plan import PAGE
 from longlane.memory.prefix import Match, PrefixTree
 from longlane.memory.restore import Restore
 from longlane.memory.states import SlotPool
+from longlane.memory.stops import edge_before, state_before, stops_of
 from longlane.memory.tiers import Tiers
 
 __all__ = ["Lease", "Memory", "pages_for"]
@@ -120,16 +121,17 @@ class Memory:
             self._flush()
             return None
         there = match.node.end if restore else match.length
+        slot = self._bring(restore, pages) if restore else self._resume(match, pages)
         lease = self._leases[request_id] = Lease(
             request_id,
-            self._bring(restore, pages) if restore else self._resume(match, pages),
+            slot,
             limit,
             array("i", pages),
             match.node,
             token_ids=array("i", token_ids[:there]),
             cached_tokens=match.length,
             reuse=f"{restore.source} state at {match.length}" if restore else match.describe(),
-            stops=stops_of(boundaries, match.length, len(token_ids), self._last_boundaries) if self._keeps else (),
+            stops=self._stops(boundaries, match, len(token_ids)) if self._keeps else (),
             restore=restore,
             arriving=array("i", token_ids[there : match.length]),
         )
@@ -193,6 +195,16 @@ class Memory:
         self._mover.copy_slot(match.checkpoint.slot, slot)
         return slot
 
+    def _stops(self, boundaries: Iterable[int], match: Match, prompt: int) -> tuple[int, ...]:
+        """Where to keep the state of a prompt. On its last page edge, too, should it come again; but nothing dearer is
+        pushed out for that, unless only down a tier."""
+        stops = stops_of(boundaries, match.length, match.common, prompt, self._last_boundaries)
+        before = state_before(prompt - 1, stops, match.length)
+        end = edge_before(prompt - 1, stops, match.length)
+        if end and (self._tiers or self._tree.has_room_for(before, end[0])):
+            stops += end
+        return tuple(stops)
+
     def _bring(self, restore: Restore, pages: Sequence[int]) -> int:
         """The slot of a new lease, with its state and the pages beside it on their way."""
         slot = self._slots.take()
@@ -253,7 +265,7 @@ class Memory:
         if not self._reuse:
             return
         self._store_pages(lease)
-        if lease.length in lease.stops and self._tree.free_slot() and not self._is_kept(lease):
+        if lease.length in lease.stops and not self._is_kept(lease) and self._tree.free_slot():
             slot = self._slots.take()
             assert slot is not None
             assert self._mover is not None

@@ -15,6 +15,7 @@ class Node:
     """A full page. `depth` counts pages from the root, this one included; the root is depth 0 and holds no page.
 
     `digest` names the tokens from the first on, for logs, events and the disk; only the tokens themselves decide.
+    used: when it was last of use, by the tree's clock.
     """
 
     parent: "Node | None"
@@ -24,7 +25,7 @@ class Node:
     page: int
     children: dict[bytes, "Node"] = field(default_factory=dict)
     checkpoints: list["Checkpoint"] = field(default_factory=list)
-    priority: float = 0.0
+    used: float = 0.0
     removed: bool = False
 
     @property
@@ -43,13 +44,17 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """The full model state after `position` tokens: those of `node`'s path and then `tail`, fewer than a page."""
+    """The full model state after `position` tokens: those of `node`'s path and then `tail`, fewer than a page.
+
+    used, slot_used: when it was last of use, by the tree's clocks for pages and for slots.
+    """
 
     node: Node
     tail: bytes
     tail_page: int
     slot: int
-    priority: float = 0.0
+    used: float = 0.0
+    slot_used: float = 0.0
 
     @property
     def position(self) -> int:

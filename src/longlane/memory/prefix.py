@@ -49,8 +49,10 @@ class PrefixTree:
     """Pages and checkpoints that outlive their requests.
 
     `stateful` models need checkpoints. `rebuild` is the cost of computing the tokens between two positions, in any
-    unit; `page_cost` and `slot_cost` are bytes. Values are GreedyDual-Size (Cao & Irani, 1997): cost per byte freed,
-    on a clock that rises with each eviction, so that what is not used ages without ever being touched.
+    unit; `page_bytes` and `slot_bytes` are sizes. Values are GreedyDual-Size (Cao & Irani, 1997): cost per byte where
+    pages run out, cost per slot where slots do, each on a clock that rises with evictions, so that what is not used
+    ages without ever being touched. The cost is that of now: once the states before it are gone, the last one of a
+    conversation is worth all of it.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class PrefixTree:
         self._rebuild = rebuild
         self._watchers = watchers
         self._clock = 0.0
+        self._slot_clock = 0.0
         # How many checkpoints lie inside each page.
         self._tails: Counter[int] = Counter()
         # Insertion-ordered, oldest first; only for saying "evicted" instead of "differs".
@@ -124,11 +127,11 @@ class PrefixTree:
             yield digest
 
     def use(self, match: Match) -> None:
-        """Raise the value of what a request is about to use to that of a fresh entry."""
+        """What a request is about to use is as good as fresh."""
         for node in match.node.path():
-            node.priority = self._clock + self._page_value(node)
+            node.used = self._clock
         if match.checkpoint is not None:
-            match.checkpoint.priority = self._clock + self._checkpoint_value(match.checkpoint)
+            self._touch(match.checkpoint)
 
     def store(self, node: Node, tokens: Sequence[int], page: int) -> Node:
         """The node of a full page under `node`; a page that is new to the tree is shared with its writer.
@@ -145,7 +148,7 @@ class PrefixTree:
             self._ghosts.pop(child.digest, None)
             for watcher in self._watchers:
                 watcher.stored(child)
-        child.priority = self._clock + self._page_value(child)
+        child.used = self._clock
         return child
 
     def find(self, node: Node, tail: Sequence[int]) -> Checkpoint | None:
@@ -163,10 +166,9 @@ class PrefixTree:
         checkpoint = Checkpoint(node, array("i", tail).tobytes(), tail_page, slot)
         node.checkpoints.append(checkpoint)
         self._ghosts.pop(node.digest, None)
-        value = self._checkpoint_value(checkpoint)
-        checkpoint.priority = self._clock + value
+        self._touch(checkpoint)
         for watcher in self._watchers:
-            watcher.kept(checkpoint, value)
+            watcher.kept(checkpoint, self._value(checkpoint))
         return checkpoint
 
     def free_pages(self, count: int, keep: Checkpoint | None = None) -> bool:
@@ -180,13 +182,15 @@ class PrefixTree:
             victims = [victim for victim in self._victims() if victim is not keep]
             if not victims:
                 # What is left frees no page by itself: a page is shared by the checkpoints inside it.
-                victims = [min(others, key=_priority)] if (others := self._others(keep)) else []
+                victims = [min(others, key=self._priority)] if (others := self._others(keep)) else []
             if not victims:
                 return False
-            heap = [(victim.priority, order, victim) for order, victim in enumerate(victims)]
+            heap = [(self._priority(victim), order, victim) for order, victim in enumerate(victims)]
             heapify(heap)
             while heap and self._pages.free < count:
-                self._evict(heappop(heap)[2])
+                priority, _, victim = heappop(heap)
+                self._clock = max(self._clock, priority)
+                self._evict(victim)
         return True
 
     def free_slot(self, keep: Checkpoint | None = None) -> bool:
@@ -194,8 +198,15 @@ class PrefixTree:
         while not self._slots.free:
             if not (victims := self._others(keep)):
                 return False
-            self._evict(min(victims, key=_priority))
+            victim = min(victims, key=self._slot_priority)
+            self._slot_clock = max(self._slot_clock, self._slot_priority(victim))
+            self._evict(victim)
         return True
+
+    def has_room_for(self, start: int, end: int) -> bool:
+        """Whether a state at `end`, after one at `start`, finds a slot that is free, or holds what is worth no more."""
+        priority = self._slot_clock + self._rebuild(start, end)
+        return bool(self._slots.free) or any(self._slot_priority(held) <= priority for held in self.checkpoints())
 
     def surrender(self, checkpoint: Checkpoint) -> int:
         """Take a checkpoint out of the tree; its slot is the caller's from now on."""
@@ -259,7 +270,6 @@ class PrefixTree:
         return alone and self._pages.references(node.page) == 1
 
     def _evict(self, victim: Node | Checkpoint) -> None:
-        self._clock = max(self._clock, victim.priority)
         node = victim if isinstance(victim, Node) else victim.node
         if node is not self.root:
             self._ghosts[node.digest] = None
@@ -277,7 +287,7 @@ class PrefixTree:
 
     def _take_out(self, checkpoint: Checkpoint) -> None:
         if self._watchers:
-            value = self._checkpoint_value(checkpoint)
+            value = self._value(checkpoint)
             for watcher in self._watchers:
                 watcher.checkpoint_leaves(checkpoint, value)
         checkpoint.node.checkpoints.remove(checkpoint)
@@ -295,15 +305,22 @@ class PrefixTree:
         node.removed = True
         self._pages.give([node.page])
 
-    def _page_value(self, node: Node) -> float:
-        return self._rebuild(node.end - PAGE, node.end) / self._page_bytes
+    def _touch(self, checkpoint: Checkpoint) -> None:
+        checkpoint.used, checkpoint.slot_used = self._clock, self._slot_clock
 
-    def _checkpoint_value(self, checkpoint: Checkpoint) -> float:
-        """Cost of recomputing from the checkpoint before it, by the bytes of its state and of the pages between."""
-        before = self._previous(checkpoint)
-        pages = -(-checkpoint.position // PAGE) - -(-before // PAGE)
-        size = self._slot_bytes + pages * self._page_bytes
-        return self._rebuild(before, checkpoint.position) / size
+    def _priority(self, victim: Node | Checkpoint) -> float:
+        return victim.used + self._value(victim)
+
+    def _slot_priority(self, checkpoint: Checkpoint) -> float:
+        return checkpoint.slot_used + self._rebuild(self._previous(checkpoint), checkpoint.position)
+
+    def _value(self, victim: Node | Checkpoint) -> float:
+        """Cost of computing it again from the state before it, by the bytes that it and the pages between take."""
+        if isinstance(victim, Node):
+            return self._rebuild(victim.end - PAGE, victim.end) / self._page_bytes
+        before = self._previous(victim)
+        pages = -(-victim.position // PAGE) - -(-before // PAGE)
+        return self._rebuild(before, victim.position) / (self._slot_bytes + pages * self._page_bytes)
 
     def _previous(self, checkpoint: Checkpoint) -> int:
         node: Node | None = checkpoint.node
@@ -313,7 +330,3 @@ class PrefixTree:
                 return max(ends)
             node = node.parent
         return 0
-
-
-def _priority(victim: Node | Checkpoint) -> float:
-    return victim.priority

@@ -101,6 +101,32 @@ def test_streaming(client: openai.OpenAI) -> None:
     assert usage.prompt_tokens_details.cached_tokens > whole.usage.prompt_tokens_details.cached_tokens == 0
 
 
+def cached(reply: Any) -> int:
+    return int(reply.usage.prompt_tokens_details.cached_tokens)
+
+
+def test_a_raw_prompt_that_is_sent_again_costs_its_last_page(client: openai.OpenAI) -> None:
+    asked = {"model": "M", "prompt": [7 + i % 190 for i in range(300)], "temperature": 0, "max_tokens": 12}
+    first, again = (client.completions.create(**asked) for _ in range(2))
+    assert (cached(first), cached(again)) == (0, 256)
+    assert first.choices[0].text == again.choices[0].text
+    other = client.completions.create(**asked | {"prompt": [*asked["prompt"][:280], 9, 9, 9]})
+    assert cached(other) == 256
+
+
+def test_a_chat_that_is_sent_again_costs_what_opens_the_answer(client: openai.OpenAI, served: Served) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour. " * 12}]
+    first, again = (
+        client.chat.completions.create(model="M", messages=messages, temperature=0, max_tokens=12) for _ in range(2)
+    )
+    frontend = served.state.frontend
+    prompt = frontend.encode_chat(messages, options={"enable_thinking": False})
+    assert first.usage.prompt_tokens == len(prompt)
+    opening = prompt[::-1].index(frontend.tokenizer.id_of("<|im_end|>"))
+    assert cached(again) == len(prompt) - opening > cached(first)
+    assert first.choices[0].message.content == again.choices[0].message.content
+
+
 def test_a_stop_string_frees_what_the_answer_held(client: openai.OpenAI, served: Served) -> None:
     answer = client.chat.completions.create(model="M", messages=COUNT, temperature=0, stop=[", 4"])
     assert answer.choices[0].message.content == "1, 2, 3"

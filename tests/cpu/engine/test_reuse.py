@@ -5,15 +5,25 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from longlane.types import Request
+from longlane.types import Request, SamplingParams
 from support.conversations import Conversation, Turn, drain, serve, turns
-from support.toy_engine import Clock, Guesser, Log, PatientLane, build, settings
+from support.hash_model import VOCAB
+from support.toy_engine import Clock, Guesser, Log, PatientLane, build, oracle, settings
 
 
 def check_warm_is_cold(
-    work: list[Turn], *, system: int, lanes: int, chunk: int, slots: int, spare: int, drafts: int, beside: int | None
+    work: list[Turn],
+    *,
+    system: int,
+    raw: bool,
+    lanes: int,
+    chunk: int,
+    slots: int,
+    spare: int,
+    drafts: int,
+    beside: int | None,
 ) -> None:
-    talk = Conversation(system)
+    talk = Conversation(system, raw)
     wanted = [talk.request(index, turn) for index, turn in enumerate(work)]
     pages = -(-max(len(text) for text in talk.texts) // 64) + spare
     engine = build(
@@ -41,7 +51,8 @@ def check_warm_is_cold(
 
 case = given(
     work=turns,
-    system=st.sampled_from([1, 64, 90]),
+    system=st.sampled_from([1, 64, 90, 330]),
+    raw=st.booleans(),
     lanes=st.integers(1, 4),
     chunk=st.sampled_from([7, 64, 1024]),
     slots=st.integers(0, 6),
@@ -109,3 +120,69 @@ def test_who_waits_does_not_empty_the_cache():
     assert engine.stats().pages_cached == 3
     drain(engine, log)
     assert log.finished["waits"].reason == "length"
+
+
+def raw(id: str, *parts: tuple[int, int], max_tokens: int = 5) -> Request:
+    """A prompt without messages, of runs of tokens: (first, count)."""
+    tokens = [(first + i) % VOCAB for first, count in parts for i in range(count)]
+    return Request(id=id, token_ids=tokens, max_tokens=max_tokens, sampling=SamplingParams(temperature=0.7, seed=1))
+
+
+@pytest.mark.parametrize("spare", [1, 4])
+@pytest.mark.parametrize(("length", "cached"), [(319, 256), (320, 256), (321, 320), (1000, 960)])
+def test_a_raw_prompt_that_is_sent_again_costs_its_last_page(length, cached, spare):
+    engine = build(settings(), pages=40, spare_slots=spare)
+    for index, reused in enumerate([0, cached, cached]):
+        # An answer of nothing leaves its state where it is of no use to an equal prompt.
+        one = raw(f"r{index}", (3, length), max_tokens=5 * index)
+        engine.submit(one)
+        log = Log()
+        drain(engine, log)
+        assert log.finished[one.id].timings.cached_tokens == reused
+        assert log.tokens.get(one.id, []) == oracle(one).token_ids
+    assert engine.stats(check=True).integrity == []
+
+
+def test_a_short_raw_prompt_is_not_cut_and_computed_again():
+    engine = build(settings(), pages=40, spare_slots=4)
+    steps = []
+    engine.on_step(steps.append)
+    assert [serve(engine, raw(id, (3, 256))).cached_tokens for id in "ab"] == [0, 0]
+    assert [step["columns"] for step in steps if step["kind"] == "prefill"] == [[64], [192], [256]]
+
+
+@pytest.mark.parametrize("spare", [1, 4])
+def test_the_third_raw_prompt_with_a_long_head_reuses_it(spare):
+    engine = build(settings(), pages=60, spare_slots=spare)
+    head, cached = (3, 700), []
+    for index in range(4):
+        one = raw(f"r{index}", head, (index, 90))
+        engine.submit(one)
+        log = Log()
+        drain(engine, log)
+        cached.append(log.finished[one.id].timings.cached_tokens)
+        assert log.tokens[one.id] == oracle(one).token_ids
+    # The second one finds the pages of the first, without a state there, and leaves one.
+    assert cached == [0, 0, 640, 640]
+
+
+def test_choices_of_one_raw_prompt_compute_it_once():
+    engine = build(settings(max_concurrency=4), pages=60, spare_slots=4)
+    log = Log()
+    for choice in range(4):
+        engine.submit(raw(f"r{choice}", (3, 500)))
+    drain(engine, log)
+    assert sorted(log.finished[f"r{choice}"].timings.cached_tokens for choice in range(4)) == [0, 448, 448, 448]
+
+
+def test_raw_prompts_do_not_push_out_a_long_conversation():
+    talk = Conversation(1900)
+    engine = build(settings(), pages=60, spare_slots=1)
+    serve(engine, talk.request(0, Turn(-1, 0, 30, 20, 1, True)))
+    for index in range(4):
+        serve(engine, raw(f"r{index}", (index, 330)))
+    assert serve(engine, talk.request(1, Turn(0, 0, 15, 5, 2, True))).cached_tokens == 1900
+    # Those that go on coming win in the end.
+    for _ in range(10):
+        last = serve(engine, raw("again", (9, 330)))
+    assert last.cached_tokens == 320

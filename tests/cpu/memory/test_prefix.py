@@ -164,3 +164,37 @@ def test_a_tail_is_matched_by_its_exact_tokens(position: int) -> None:
     assert cache.tree.match(tokens).length == position
     changed = [*tokens[: position - 1], 999, *tokens[position:]]
     assert cache.tree.match(changed).length == 0
+
+
+def test_the_last_state_of_a_conversation_is_worth_all_of_it() -> None:
+    cache = Cache(pages=100, slots=3)
+    cache.run([1] * 640, {576, 600})
+    # As long as the one at 576 stands, the other spares 24 tokens.
+    cache.run([2] * 320, {300})
+    cache.run([3] * 320, {300})
+    assert cache.tree.match([1] * 640).length == 576
+    for other in range(4, 6):
+        cache.run([other] * 320, {300})
+    assert cache.tree.match([1] * 640).length == 576
+
+
+def test_states_compete_for_slots_by_tokens_and_for_pages_by_their_bytes() -> None:
+    # 8,000 tokens in 125 pages, or 300 in 5 and a slot: of slots both take one.
+    cache = Cache(pages=400, slots=4)
+    cache.run([1] * 8000, {7999})
+    for other in range(2, 12):
+        cache.run([other] * 320, {300})
+    assert cache.tree.match([1] * 8000).length == 7999
+
+
+def test_what_is_new_is_kept_where_a_slot_is_free_or_holds_what_is_worth_no_more() -> None:
+    cache = Cache(pages=100, slots=2)
+    assert cache.tree.has_room_for(0, 1)
+    cache.run([1] * 640, {640})
+    assert cache.tree.has_room_for(0, 1)
+    cache.run([2] * 320, {320})
+    assert cache.tree.has_room_for(0, 320)
+    assert not cache.tree.has_room_for(320, 639)
+    full = Cache(slots=1)
+    assert full.slots.take() is not None
+    assert not full.tree.has_room_for(0, 10_000)
