@@ -23,7 +23,8 @@ GIB = 1 << 30
 DRIVER_BYTES = 448 * MIB
 # Left free for fragmentation and for what other programs take on a card that drives a screen.
 RESERVE_BYTES = 1 * GIB
-# One captured CUDA graph, and what all of them work in beside their logits: measured with the 27B, rounded up.
+# One captured CUDA graph, and what all of a stream work in, less the parts of attention and the order of a draw:
+# measured with the 27B, rounded up.
 GRAPH_BYTES = 2 * MIB
 GRAPH_POOL_BYTES = 96 * MIB
 # Contexts of the parts of a card, and what libraries keep for the streams of those that were tried.
@@ -142,7 +143,7 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
         note = f"{counted(images, 'image')} of {per_image}: {lanes}, {req.state_slots} spare, 1 scratch"
         pools.append(Pool(name="recurrent state", bytes=images * image, note=note))
     if req.draft_tokens and spec.gdn_layers:
-        size = req.lanes * columns * record_bytes(spec, req.dtype)
+        size = capturing_streams(req) * req.lanes * columns * record_bytes(spec, req.dtype)
         pools.append(Pool(name="verify records", bytes=size, note=f"{counted(columns, 'column')} a lane"))
     note = f"chunk of {counted(chunk_tokens(req), 'token')}, decode logits"
     pools.append(Pool(name="workspace", bytes=workspace_bytes(req), note=note))
@@ -160,9 +161,9 @@ def fixed_pools(req: PlanRequest) -> list[Pool]:
         )
     if req.graphs:
         graphs = captured_graphs(req)
-        # What a draw makes of logits, and the tokens in its order: an upper bound.
-        size = graphs * GRAPH_BYTES + GRAPH_POOL_BYTES + decode_parts(req) + req.lanes * columns * req.vocab_size * 10
-        size += PARTED_BYTES if req.concurrent else 0
+        # The last of them is the tokens in the order of a draw.
+        worked_in = GRAPH_POOL_BYTES + decode_parts(req) + req.lanes * columns * req.vocab_size * 4
+        size = graphs * GRAPH_BYTES + capturing_streams(req) * worked_in + (PARTED_BYTES if req.concurrent else 0)
         pools.append(Pool(name="CUDA graphs", bytes=size, note=f"{counted(graphs, 'graph')} and what they work in"))
     if req.driver_bytes:
         pools.append(Pool(name="driver", bytes=req.driver_bytes, note="context and libraries, an allowance"))
@@ -209,5 +210,10 @@ def captured_graphs(req: PlanRequest) -> int:
     widths, mtp = len(captured_sizes(req.draft_tokens + 1)), req.draft_tokens and req.spec.mtp_layers
     # A plain decode step without an MTP head needs no settling.
     each = 3 * widths + min(req.draft_tokens, MAX_MTP_DRAFTS) if mtp else 3 * widths - 1
-    # For the whole card and for the part that a round has beside a chunk.
-    return len(captured_sizes(req.lanes)) * each * (2 if req.concurrent else 1)
+    return len(captured_sizes(req.lanes)) * each * capturing_streams(req)
+
+
+def capturing_streams(req: PlanRequest) -> int:
+    """One for rounds that have the whole card, and one for those on the part that a chunk beside them leaves. Memory
+    belongs to the stream that it was allocated on, in one pool as in two."""
+    return 2 if req.concurrent else 1

@@ -18,6 +18,7 @@ from longlane.layers.batch import new_caches
 from longlane.memory.plan import (
     GIB,
     MIB,
+    PARTED_BYTES,
     VALUE_BYTES,
     PlanRequest,
     decode_parts,
@@ -88,6 +89,16 @@ def test_chunks_beside_rounds_have_a_workspace_of_their_own():
     turns, beside = (next(pool.bytes for pool in plan.pools if pool.name == "workspace") for plan in plans)
     activations = 4096 * 2 * (2 * 34816 + 6 * 10240)
     assert beside - turns == activations + 2 * 34816 * 5120
+
+
+def test_graphs_beside_a_chunk_work_in_memory_of_their_own():
+    """Captured on another stream, which shares none; the parts of the card take some more."""
+    turns, beside = (
+        {pool.name: pool.bytes for pool in make_plan(request(device_bytes=141 * GIB, concurrent=on)).pools}
+        for on in (False, True)
+    )
+    assert beside["CUDA graphs"] - PARTED_BYTES == 2 * turns["CUDA graphs"]
+    assert beside["verify records"] == 2 * turns["verify records"]
 
 
 def test_off_a_card_a_large_memory_makes_no_larger_chunk():
