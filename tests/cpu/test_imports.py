@@ -36,7 +36,14 @@ NARROW = {
     ("api", "engine"): {"client", "supervisor"},
 }
 TORCH_FREE = ["api", "text", "types", "errors", "config", "artifact.container", "artifact.resources", "engine.client"]
-TORCH_FREE += ["engine.flags", "artifact.sizes"]
+TORCH_FREE += [
+    "engine.flags",
+    "engine.planning",
+    "memory.planner",
+    "artifact.model_config",
+    "artifact.sizes",
+    "cli.plan",
+]
 
 
 def imported_modules(path: Path) -> list[str]:

@@ -18,6 +18,7 @@ from longlane.artifact.formats import concat_rows, slice_rows
 from longlane.artifact.gguf import GgufModel
 from longlane.artifact.gguf_file import GgufFile
 from longlane.artifact.huggingface import Checkpoint
+from longlane.artifact.model_config import checked
 from longlane.artifact.recipe import Item, Parts
 from longlane.artifact.report import GGUF_RECIPE, HF_RECIPE
 from longlane.artifact.resources import open_resources
@@ -81,7 +82,7 @@ def load_weights(
         sizes = {name: sum(entry.bytes for entry in objects[name]) for name in order}
         place = placing(device)
         weights = {name: formats.load(artifact, name, place) for name in count_bytes(sizes, told)}
-        return artifact.text_config() or {}, weights
+        return checked(artifact.text_config() or {}, path), weights
     model = open_gguf(path) if path.is_file() else open_directory(path, mode, strict=False, draft_head=draft_head)
     config = model.components["text"]
     items = {item.name: item for item in model.items if not item.name.startswith(skip)}

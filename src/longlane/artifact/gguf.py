@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from longlane.artifact import llama_config
 from longlane.artifact.gguf_file import LONGEST, GgufFile, GgufTensor
 from longlane.artifact.layouts import AFFINE
 from longlane.artifact.recipe import Item
@@ -57,6 +58,7 @@ class GgufModel:
             )
         self._read: set[str] = set()
         self.config = self._config()
+        llama_config.parse(self.config, self.path)
         self._check_rope()
         self._shapes = _shapes(self.config)
         self.resources = self._resources()

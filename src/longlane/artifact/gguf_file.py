@@ -204,7 +204,7 @@ class _Cursor:
             if name in listed:
                 self.fail("there are two of that name")
             listed[name] = self._entry()
-        start, end = -(-self._at // alignment) * alignment, 0
+        start, end, last = -(-self._at // alignment) * alignment, 0, 0
         found = {}
         for name, (type, shape, offset) in listed.items():
             self._what, self._at = f"tensor {name}", start + end
@@ -217,7 +217,11 @@ class _Cursor:
                 self.fail(f"there is no place for its {counted(size, 'byte')}")
             values = self._data[self._at : self._at + size].reshape(*shape[:-1], row_bytes)
             found[name] = GgufTensor(name, type, shape, values)
-            end += -(-size // alignment) * alignment
+            last, end = end + size, end + -(-size // alignment) * alignment
+        self._what, self._at = "the end", start + last
+        # Writers pad the last tensor or do not.
+        if (rest := len(self._data) - self._at) > end - last:
+            self.fail(f"no tensor is in the {counted(rest, 'byte')} behind the last")
         return found
 
     def _entry(self) -> tuple[Type, tuple[int, ...], int]:

@@ -1,20 +1,24 @@
 """What a model file holds, and why this build could not run it, if so."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from longlane.artifact import llama_config
 from longlane.artifact.container import Artifact
 from longlane.artifact.geometry import DFLASH2, VISION
 from longlane.artifact.inventory import SECTIONS, Section, inventory
 from longlane.artifact.layouts import FP8_ROW, LAYOUT, NVFP4
+from longlane.artifact.model_config import checked, is_llama
 from longlane.artifact.schema import RESOURCES, Entry
-from longlane.artifact.text_config import ARCHITECTURES, LAYER_TYPES, LLAMA
 from longlane.errors import CheckpointError, counted
+
+# Raises CheckpointError for side files (by role) and a configuration that no text can be served with.
+Serve = Callable[[Callable[[str], bytes | None], dict[str, Any], Path], object]
 
 SHOWN = 3
 # Components with a configuration of their own, and one that has every member it needs.
@@ -54,7 +58,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     objects: list[Entry] = []
 
 
-def summarize(artifact: Artifact, *, objects: bool = False, sha256: bool = False) -> Summary:
+def summarize(
+    artifact: Artifact, *, objects: bool = False, sha256: bool = False, serve: Serve = lambda *_: None
+) -> Summary:
     """Count what an open artifact holds, and list it with `objects`. `sha256` reads every byte of it."""
     tensors = [entry for entry in artifact.objects.values() if entry.kind == "tensor"]
     formats = _formats((str(entry.format), entry.bytes) for entry in tensors)
@@ -75,13 +81,13 @@ def summarize(artifact: Artifact, *, objects: bool = False, sha256: bool = False
         metadata=artifact.metadata,
         provenance=artifact.provenance,
         notes=notes(artifact),
-        problems=problems(artifact),
+        problems=problems(artifact, serve),
         sha256=artifact.sha256() if sha256 else None,
         objects=list(artifact.objects.values()) if objects else [],
     )
 
 
-def summarize_directory(path: Path) -> Summary:
+def summarize_directory(path: Path, serve: Serve = lambda *_: None) -> Summary:
     """Count what a Hugging Face directory holds, from its configuration and the headers of its shards.
 
     Its `problems` are what loading it would say. Raises:
@@ -96,7 +102,8 @@ def summarize_directory(path: Path) -> Summary:
     files = {info.file for info in tensors}
     found = []
     try:
-        open_directory(path, strict=False)
+        opened = open_directory(path, strict=False)
+        serve(opened.resources.get, opened.components["text"], path)
     except CheckpointError as error:
         found.append(error.message)
     return Summary(
@@ -113,7 +120,7 @@ def summarize_directory(path: Path) -> Summary:
     )
 
 
-def summarize_gguf(path: Path) -> Summary:
+def summarize_gguf(path: Path, serve: Serve = lambda *_: None) -> Summary:
     """Count what a GGUF file holds, in its own types. Nothing is converted.
 
     Its `problems` are what converting it would say. Raises:
@@ -130,6 +137,7 @@ def summarize_gguf(path: Path) -> Summary:
         model = GgufModel(file)
         resources = model.resources
         model.items()
+        serve(resources.get, model.config, path)
     except CheckpointError as error:
         found.append(error.message)
     return Summary(
@@ -162,21 +170,31 @@ def architecture(config: dict[str, Any]) -> str | None:
     return str(names[0]) if isinstance(names, list) and names else None
 
 
-def problems(artifact: Artifact) -> list[str]:
+def problems(artifact: Artifact, serve: Serve = lambda *_: None) -> list[str]:
     """Why this build could not run the model; empty where it can."""
     config = artifact.text_config()
     found = _unknown_formats(artifact)
     if config is None and artifact.identity:
         found.append(f"unknown model {artifact.identity[0]!r}: this build cannot know its shape; container 3 says it")
     else:
-        found += _unknown_architecture(config or {})
+        found += _said(lambda: checked(config or {}, artifact.path))
     if artifact.rotated:
         found.append("weights are stored Hadamard-rotated, which this build does not undo")
     if artifact.resource("tokenizer") is None:
         found.append("no tokenizer.json: text cannot be served; convert again from a complete directory")
-    if not found and config is not None and architecture(config) in ARCHITECTURES:
-        found += _incomplete(artifact, config)
-    return found
+    if found or config is None:
+        return found
+    usable = checked(config, artifact.path)
+    return _incomplete(artifact, usable) or _said(lambda: serve(artifact.resource, usable, artifact.path))
+
+
+def _said(work: Callable[[], object]) -> list[str]:
+    """What `work` refuses."""
+    try:
+        work()
+    except CheckpointError as error:
+        return [error.message]
+    return []
 
 
 def notes(artifact: Artifact) -> list[str]:
@@ -200,17 +218,11 @@ def _unknown_formats(artifact: Artifact) -> list[str]:
     return [f"{counted(len(unknown), 'tensor')} in unknown formats ({', '.join(names)}), first {unknown[0].name!r}"]
 
 
-def _unknown_architecture(config: dict[str, Any]) -> list[str]:
-    name = architecture(config)
-    if name in (LLAMA, *ARCHITECTURES):
-        return []
-    return [f"architecture {name!r} is not supported; this build runs {', '.join([LLAMA, *sorted(ARCHITECTURES)])}"]
-
-
 def _incomplete(artifact: Artifact, config: dict[str, Any]) -> list[str]:
     """Compare with the inventory of every section the artifact has a part of."""
-    if bad := _bad_sizes(config):
-        return [f"the configuration of component 'text' has no usable {', '.join(bad)}"]
+    if is_llama(config):
+        shapes = llama_config.parse(config).shapes()
+        return _differences(artifact, shapes, "text") + _unused(artifact, {*shapes, "text/output_head"})
     own = {name: component.config for name, component in artifact.components.items() if name in OTHERS}
     unusable = [name for name, one in own.items() if one and not _is_like(one, OTHERS[name])]
     found = [f"the configuration of component {name!r} is not usable" for name in unusable]
@@ -221,10 +233,12 @@ def _incomplete(artifact: Artifact, config: dict[str, Any]) -> list[str]:
             shapes = {item.name: item.shape for item in items}
             found += _differences(artifact, shapes, section)
             known |= shapes.keys()
-    others = tuple(f"{name}/" for name in (*OTHERS, "dflash"))
-    if extra := [name for name in artifact.parameters if name not in known and not name.startswith(others)]:
-        found.append(f"{counted(len(extra), 'tensor')} that no layer uses: {_first(extra)}")
-    return found
+    return found + _unused(artifact, known, tuple(f"{name}/" for name in (*OTHERS, "dflash")))
+
+
+def _unused(artifact: Artifact, known: Collection[str], others: tuple[str, ...] = ()) -> list[str]:
+    extra = [name for name in artifact.parameters if name not in known and not name.startswith(others)]
+    return [f"{counted(len(extra), 'tensor')} that no layer uses: {_first(extra)}"] if extra else []
 
 
 def _is_like(config: Any, known: Any) -> bool:
@@ -234,23 +248,6 @@ def _is_like(config: Any, known: Any) -> bool:
     if isinstance(known, list):
         return isinstance(config, list) and bool(config)
     return type(config) is int and 0 < config < 1 << 16
-
-
-def _bad_sizes(config: dict[str, Any]) -> list[str]:
-    """Members that an inventory is computed from and that are no sensible counts."""
-    needed = ["vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
-    needed += (
-        ["num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"]
-        if "num_experts" in config
-        else ["intermediate_size"]
-    )
-    layers = config.get("layer_types")
-    if not isinstance(layers, list) or any(kind not in LAYER_TYPES for kind in layers):
-        return ["layer_types"]
-    if "linear_attention" in layers:
-        needed += ["linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"]
-        needed += ["linear_conv_kernel_dim"]
-    return [name for name in needed if type(config.get(name)) is not int or not 0 < config[name] < 1 << 32]
 
 
 def _has(artifact: Artifact, section: Section) -> bool:

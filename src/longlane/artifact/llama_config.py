@@ -41,6 +41,23 @@ class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
             hidden=self.hidden_size,
         )
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of an artifact, with the output head that a tied model lacks."""
+        hidden, inter = self.hidden_size, self.intermediate_size
+        query, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        layer = {
+            "input_norm": (hidden,),
+            "attention/query_key_value": (query + 2 * kv, hidden),
+            "attention/output": (hidden, query),
+            "post_attention_norm": (hidden,),
+            "mlp/gate_up": (2 * inter, hidden),
+            "mlp/down": (hidden, inter),
+        }
+        layers = range(self.num_hidden_layers)
+        named = {f"text/layers/{i}/{name}": shape for i in layers for name, shape in layer.items()}
+        head = {} if self.tie_word_embeddings else {"text/output_head": (self.vocab_size, hidden)}
+        return {"text/token_embedding": (self.vocab_size, hidden), **named, "text/final_norm": (hidden,), **head}
+
 
 class _Rope(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float | None = None

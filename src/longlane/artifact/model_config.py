@@ -12,6 +12,14 @@ from longlane.artifact.text_config import LLAMA, text_config
 from longlane.types import CacheSpec
 
 
+def checked(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """`config` as plans and models take it. source: the directory or file it is from. Raises CheckpointError."""
+    if is_llama(config):
+        llama_config.parse(config, source)
+        return dict(config)
+    return text_config(config, source)
+
+
 def parse(config: Mapping[str, Any], source: Path = Path()) -> Qwen35Config | LlamaConfig:
     """Any spelling of either family; source: the directory or file it is from. Raises CheckpointError."""
     if is_llama(config):

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from longlane.artifact.container import Artifact
+from longlane.artifact.model_config import checked
 from longlane.artifact.schema import RESOURCES
 from longlane.artifact.side_files import json_object
 from longlane.artifact.text_config import read_json, text_config
@@ -65,7 +66,7 @@ def open_resources(path: Path) -> Resources:
     """Of an artifact file or a Hugging Face directory. Raises ArtifactError or CheckpointError."""
     if not path.is_dir():
         artifact = Artifact.open(path)
-        return Resources(path, artifact.text_config() or {}, artifact.resource)
+        return Resources(path, checked(artifact.text_config() or {}, path), artifact.resource)
     config = text_config(read_json(path / "config.json"), path)
     for role in ("tokenizer", "tokenizer_config"):
         if (path / RESOURCES[role]).exists():

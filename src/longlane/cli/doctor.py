@@ -16,7 +16,7 @@ from longlane.cli.plan import model_config
 from longlane.cli.tables import human_bytes, print_plan
 from longlane.config import EngineConfig
 from longlane.engine.planning import free_bytes, placed_weights, plan_request
-from longlane.engine.startup import choose_device
+from longlane.engine.startup import card_bytes, choose_device
 from longlane.errors import PlanError, counted
 from longlane.kernels.selftest import Check, checks
 from longlane.memory.planner import make_plan
@@ -73,10 +73,11 @@ def _plan(model: str, device: torch.device) -> MemoryPlan | str:
     text, path = model_config(model, None)
     engine = EngineConfig(model=model, device=str(device))
     assert path is not None
-    spec, weights = cache_spec(text, mtp=False), placed_weights(engine, text, path, device)
-    size = free_bytes(engine, device)
+    on_card = device.type == "cuda"
+    spec, weights = cache_spec(text, mtp=False), placed_weights(engine, text, path, on_card=on_card)
+    size = free_bytes(engine, card_bytes(device))
     try:
-        return make_plan(plan_request(engine, text, spec, weights, device=device, device_bytes=size))
+        return make_plan(plan_request(engine, text, spec, weights, on_card=on_card, device_bytes=size))
     except PlanError as error:
         return error.message
 

@@ -1,7 +1,8 @@
 """`longlane inspect`: what a model file holds, and why this build could not run it."""
 
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -9,12 +10,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from longlane.api.sampling import SamplingDefaults
 from longlane.artifact.container import Artifact, Entry
 from longlane.artifact.inspect import Summary, summarize, summarize_directory, summarize_gguf
 from longlane.artifact.locate import find
 from longlane.cli.options import MODEL
 from longlane.cli.tables import human_bytes
+from longlane.config import ServerConfig
 from longlane.errors import ConfigError
+from longlane.text.frontend import Frontend
 
 
 def inspect(
@@ -29,10 +33,10 @@ def inspect(
     if kind:
         if objects or sha256:
             raise ConfigError(f"{file} is {kind}, and --objects and --sha256 are of an artifact; leave them out")
-        summary = summarize_directory(file) if file.is_dir() else summarize_gguf(file)
+        summary = summarize_directory(file, servable) if file.is_dir() else summarize_gguf(file, servable)
     else:
         with Artifact.open(file, known_formats=False) as artifact:
-            summary = summarize(artifact, objects=objects, sha256=sha256)
+            summary = summarize(artifact, objects=objects, sha256=sha256, serve=servable)
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode())
         return
@@ -48,6 +52,11 @@ def inspect(
         typer.echo(f"cannot run: {problem}")
     if not summary.problems:
         typer.echo("This build can run it.")
+
+
+def servable(get: Callable[[str], bytes | None], config: dict[str, Any], path: Path) -> None:
+    """Raises CheckpointError for side files or a configuration that `serve` would refuse."""
+    SamplingDefaults.of(Frontend.load(get, config, source=path).generation, ServerConfig())
 
 
 def _facts(summary: Summary) -> Iterator[tuple[str, str]]:

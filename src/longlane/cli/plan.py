@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import torch
 import typer
 
-from longlane.artifact.checkpoint import gguf_header
 from longlane.artifact.inventory import GEOMETRIES
 from longlane.artifact.locate import find
 from longlane.artifact.model_config import cache_spec
@@ -66,7 +64,7 @@ def plan(
     tower = _tower(path, geometry) if vision_tokens else None
     weights = weight_bytes(config, path, sections(engine, vision=bool(vision_tokens)), engine.weights, tower)
     spec = cache_spec(config, mtp="mtp" in engine.spec)
-    request = plan_request(engine, config, spec, weights, device=torch.device("cuda"), device_bytes=size)
+    request = plan_request(engine, config, spec, weights, on_card=True, device_bytes=size)
     made = make_plan(replace(request, vision_tokens=vision_tokens), keep_host=needs_host(engine))
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(made), indent=2).decode())
@@ -101,6 +99,8 @@ def model_config(model: str | None, geometry: str | None) -> tuple[dict[str, Any
     assert model is not None
     path = find(model)
     if path.suffix == ".gguf":
+        from longlane.artifact.checkpoint import gguf_header
+
         return gguf_header(path)[0], path
     return open_resources(path).config, path
 

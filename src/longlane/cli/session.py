@@ -15,7 +15,8 @@ from longlane.artifact.locate import resolve
 from longlane.artifact.resources import open_resources
 from longlane.config import EngineConfig, FaultPolicy, ServerConfig
 from longlane.engine.client import EngineClient
-from longlane.engine.flags import check_flags, check_machine, check_model_flags, check_sampling
+from longlane.engine.flags import check_flags, check_machine, check_model_flags, check_sampling, driver_is_there
+from longlane.engine.planning import check_model
 from longlane.errors import ConfigError
 from longlane.text.frontend import Frontend
 from longlane.types import Loading
@@ -32,7 +33,10 @@ def open_session(
     with console.status(f"opening {engine.model}"):
         path = resolve(engine.model)
         resources = open_resources(path)
-        check_model_flags(engine, resources.config, path)
+        if engine.device == "cpu" or not driver_is_there():
+            check_model(engine, resources.config, path, card_bytes=None)
+        else:
+            check_model_flags(engine, resources.config, path)
         frontend = Frontend.load(resources.get, resources.config, _template(server), path)
     check_thinking(server, frontend)
     model_id = server.model_id or engine.model

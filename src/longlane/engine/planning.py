@@ -1,16 +1,14 @@
 """What flags, a model's configuration and a machine decide before a weight is read: the memory plan, and what cannot
-be."""
+be. No torch, so that a refusal does not wait for it: `card_bytes` is the memory of the card, None for the CPU."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
 
 from longlane.artifact.model_config import cache_spec
-from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import Plain, weight_bytes
 from longlane.config import EngineConfig, max_drafts
 from longlane.engine.flags import (
@@ -22,8 +20,7 @@ from longlane.engine.flags import (
     needs_host,
     sections,
 )
-from longlane.errors import ConfigError
-from longlane.kernels.linear import on_tiles
+from longlane.errors import ConfigError, PlanError, counted
 from longlane.memory.plan import (
     DEFAULT_CONTEXT,
     DRIVER_BYTES,
@@ -31,26 +28,41 @@ from longlane.memory.plan import (
     PlanRequest,
     activation_width,
     page_bytes,
+    sized,
+    state_bytes,
 )
 from longlane.memory.planner import make_plan
-from longlane.models.registry import LoadedModel
 from longlane.types import CacheSpec, MemoryPlan
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
+if TYPE_CHECKING:
+    from longlane.models.registry import LoadedModel
 
 
-def check_model(config: EngineConfig, path: Path, device: torch.device) -> None:
+def check_model(config: EngineConfig, text: dict[str, Any], path: Path, card_bytes: int | None) -> None:
     """Raises a `LonglaneError` for flags that cannot be served with this model on this machine, as far as that is
-    certain before its weights are there."""
-    mib = host_kv_mib(config, on_card=device.type == "cuda")
-    check_flags(replace(config, device=device.type, host_kv_mib=mib))
-    text = open_resources(path).config
+    certain before its weights are there. text: the configuration of the text model in `path`."""
+    on_card = card_bytes is not None
+    mib = host_kv_mib(config, on_card=on_card)
+    check_flags(replace(config, device="cuda" if on_card else "cpu", host_kv_mib=mib))
     spec = cache_spec(text, mtp="mtp" in config.spec, source=path)
     check_model_flags(config, text, path)
-    weights = placed_weights(config, text, path, device)
-    request = plan_request(config, text, spec, weights, device=device, device_bytes=free_bytes(config, device))
+    weights = placed_weights(config, text, path, on_card=on_card)
+    request = plan_request(config, text, spec, weights, on_card=on_card, device_bytes=free_bytes(config, card_bytes))
     plan = make_plan(request, keep_host=needs_host(config))
-    check_tiers(config, pages=(mib << 20) // page_bytes(spec, plan.kv_dtype), states=host_states(config))
+    pages, states = (mib << 20) // page_bytes(spec, plan.kv_dtype), host_states(config)
+    check_tiers(config, pages=pages, states=states)
+    if request.host_arena and pages:
+        check_host(mib, states, states * state_bytes(spec, request.dtype, config.gdn_state))
+
+
+def check_host(mib: int, states: int, state_bytes: int) -> None:
+    """Raises `PlanError` for host tiers that are larger than the machine."""
+    needed, there = (mib << 20) + state_bytes, psutil.virtual_memory().total
+    if needed > there:
+        raise PlanError(
+            f"host memory: {mib} MiB of pages (--host-kv-mib) and {counted(states, 'state')} (--host-state-slots, "
+            f"{sized(state_bytes, up=True)}) are {sized(needed, up=True)} of {sized(there, up=False)}; use less of them"
+        )
 
 
 def check_tiers(config: EngineConfig, *, pages: int, states: int) -> None:
@@ -62,12 +74,12 @@ def check_tiers(config: EngineConfig, *, pages: int, states: int) -> None:
         raise ConfigError(f"{flag} has no effect where the host holds no page or no state; ask for more {more}")
 
 
-def plan_memory(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> MemoryPlan:
+def plan_memory(config: EngineConfig, loaded: "LoadedModel", card_bytes: int | None) -> MemoryPlan:
     """The plan for what is loaded, on what this machine has. Raises `PlanError`."""
-    placed = loaded.info.weights_bytes
+    on_card, placed = card_bytes is not None, loaded.info.weights_bytes
     # Of the host's memory, they have taken theirs.
-    size = free_bytes(config, device, taken=0 if device.type == "cuda" else placed)
-    request = plan_request(config, loaded.config, loaded.spec, {"all": placed}, device=device, device_bytes=size)
+    size = free_bytes(config, card_bytes, taken=0 if on_card else placed)
+    request = plan_request(config, loaded.config, loaded.spec, {"all": placed}, on_card=on_card, device_bytes=size)
     return make_plan(request, keep_host=needs_host(config))
 
 
@@ -77,11 +89,11 @@ def plan_request(
     spec: CacheSpec,
     weights: dict[str, int],
     *,
-    device: torch.device,
+    on_card: bool,
     device_bytes: int,
 ) -> PlanRequest:
     """What the engine asks of the memory plan. text: the configuration of the text model. weights: bytes by part."""
-    on_card, dtype = device.type == "cuda", compute_dtype(config, device)
+    dtype = compute_dtype(config, on_card=on_card)
     return PlanRequest(
         device_bytes=device_bytes,
         spec=spec,
@@ -104,10 +116,11 @@ def plan_request(
     )
 
 
-def placed_weights(config: EngineConfig, text: dict[str, Any], path: Path, device: torch.device) -> dict[str, int]:
+def placed_weights(config: EngineConfig, text: dict[str, Any], path: Path, *, on_card: bool) -> dict[str, int]:
     """Bytes by part of the weights as the flags place them on a device. text: the text model's configuration."""
-    dtype = compute_dtype(config, device)
-    tiles = on_tiles(device, DTYPES[dtype])
+    dtype = compute_dtype(config, on_card=on_card)
+    # As `kernels.linear.on_tiles` has it.
+    tiles = on_card and dtype == "bf16"
     plain = None if tiles else Plain(VALUE_BYTES[dtype], packed=fast(config))
     return weight_bytes(text, path, sections(config), config.weights, plain=plain)
 
@@ -117,19 +130,19 @@ def fast(config: EngineConfig) -> bool:
     return config.dtype in ("auto", "bf16")
 
 
-def compute_dtype(config: EngineConfig, device: torch.device) -> str:
+def compute_dtype(config: EngineConfig, *, on_card: bool) -> str:
     """The arithmetic that `--dtype` means on a device."""
     if config.dtype != "auto":
         return config.dtype
-    return "bf16" if device.type == "cuda" else "float32"
+    return "bf16" if on_card else "float32"
 
 
-def free_bytes(config: EngineConfig, device: torch.device, taken: int = 0) -> int:
+def free_bytes(config: EngineConfig, card_bytes: int | None, taken: int = 0) -> int:
     """What may be planned with: as asked, else all of a card; of the host, what is free now, and what was `taken`."""
     if config.memory_bytes:
         return config.memory_bytes
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    if card_bytes is not None:
+        return card_bytes
     return int(psutil.virtual_memory().available) + taken
 
 

@@ -16,7 +16,6 @@ from longlane.config import EngineConfig, max_drafts
 from longlane.engine.flags import can_be_captured, check_device, check_flags, concurrent, host_kv_mib
 from longlane.engine.loop import Engine
 from longlane.engine.planning import (
-    DTYPES,
     check_model,
     compute_dtype,
     fast,
@@ -27,6 +26,7 @@ from longlane.engine.planning import (
 from longlane.engine.runner import Runner
 from longlane.engine.steps import Limits
 from longlane.errors import ConfigError, EngineError, counted
+from longlane.kernels.kv_codec.pages import RAW_DTYPES
 from longlane.layers.batch import Caches, new_caches
 from longlane.memory.arena import Arena
 from longlane.memory.disk import Disk, fingerprint
@@ -54,14 +54,14 @@ def load(config: EngineConfig, progress: Progress) -> tuple[Engine, Ready]:
     check_flags(config)
     device = choose_device(config.device)
     path = resolve(config.model)
-    check_model(config, path, device)
+    check_model(config, open_resources(path).config, path, card_bytes(device))
     torch.set_num_threads(host_threads(config.threads, device))
     stage = "loading weights"
     progress(Loading(stage=stage, done=0, total=0))
     loaded = load_model(
         path,
         device=device,
-        dtype=DTYPES[compute_dtype(config, device)],
+        dtype=RAW_DTYPES[compute_dtype(config, on_card=device.type == "cuda")],
         packed=fast(config),
         weights=config.weights,
         mtp="mtp" in config.spec,
@@ -82,14 +82,14 @@ def assemble(
     progress: Progress,
 ) -> tuple[Engine, Ready]:
     """An engine over a model that is there: plan, caches, and every kernel run once. path: whose weights these are."""
-    plan = plan_memory(config, loaded, device)
+    plan = plan_memory(config, loaded, card_bytes(device))
     config = replace(config, prefill_chunk=plan.prefill_chunk)
     caches = new_caches(
         loaded.spec,
         pages=plan.kv_pages + 1,
         slots=plan.lanes + spare_slots(config) + 1,
         codec=plan.kv_dtype,
-        dtype=DTYPES[compute_dtype(config, device)],
+        dtype=RAW_DTYPES[compute_dtype(config, on_card=device.type == "cuda")],
         device=device,
         gdn_state=config.gdn_state,
     )
@@ -102,7 +102,8 @@ def assemble(
     runner = Runner(loaded.model, caches, device, vocab_size, speculator.drafter if speculator else None, limits)
     progress(Loading(stage="warming up", done=0, total=1))
     # In a memory of its own: its prompt is nobody's prefix.
-    warm_up(Engine(runner, Memory(PagePool(plan.kv_pages), SlotPool(plan.lanes), plan.max_context), config, speculator))
+    alone = Memory(PagePool(plan.kv_pages), SlotPool(plan.lanes), plan.max_context)
+    warm_up(Engine(runner, alone, config, speculator), plan.max_context)
     progress(Loading(stage="warming up", done=1, total=1))
     if device.type == "cuda":
         run_every_round(config, loaded, runner, progress)
@@ -131,6 +132,11 @@ def choose_device(name: str) -> torch.device:
             f"--device {name}: this machine shows {counted(torch.cuda.device_count(), 'CUDA device')}; use cpu"
         )
     return device
+
+
+def card_bytes(device: torch.device) -> int | None:
+    """All memory of a card, None for the CPU."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def host_threads(asked: int | None, device: torch.device) -> int:
@@ -188,10 +194,11 @@ def new_tiers(config: EngineConfig, path: Path, spec: CacheSpec, plan: MemoryPla
     return Tiers(arena, disk)
 
 
-def warm_up(engine: Engine) -> None:
-    """One short request: kernels compile, and what cannot run fails before anybody waits for it."""
-    greedy = SamplingParams(temperature=0.0)
-    engine.submit(Request(id="warm-up", token_ids=[0] * 8, max_tokens=2, sampling=greedy))
+def warm_up(engine: Engine, context: int) -> None:
+    """One short request, within `context` tokens: kernels compile, and what cannot run fails before anybody waits for
+    it."""
+    greedy, prompt = SamplingParams(temperature=0.0), max(1, min(8, context - 2))
+    engine.submit(Request(id="warm-up", token_ids=[0] * prompt, max_tokens=min(2, context - prompt), sampling=greedy))
     while not engine.idle:
         for message in engine.step():
             if isinstance(message, Failed):

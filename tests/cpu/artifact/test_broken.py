@@ -125,7 +125,7 @@ CASES: dict[str, tuple[Breakage, str, str]] = {
     "wrong architecture": (
         edit_config(architectures=["LlamaForCausalLM"]),
         "config.json",
-        "architecture LlamaForCausalLM is not supported; this build converts Qwen3_5ForCausalLM",
+        "architecture LlamaForCausalLM is not supported; this build runs Qwen3_5ForCausalLM",
     ),
     "unknown layer type": (
         edit_config(layer_types=["linear_attention", "sliding_attention"] * 2),

@@ -19,6 +19,7 @@ from longlane.artifact.huggingface import INDEX
 from longlane.artifact.inspect import summarize_directory
 from longlane.artifact.model_config import cache_spec
 from longlane.artifact.resources import open_resources
+from longlane.cli.inspect import servable
 from longlane.config import EngineConfig, ServerConfig
 from longlane.engine.flags import check_model_flags
 from longlane.errors import LonglaneError
@@ -48,15 +49,17 @@ def leave_nothing() -> Any:
 
 
 def use(path: Path) -> None:
-    """All that serving the directory does before it computes anything."""
+    """All that serving the directory does before it computes anything. What does not stop it, `inspect` does not
+    mention either."""
+    problems = summarize_directory(path, servable).problems
     resources = open_resources(path)
     frontend = Frontend.load(resources.get, resources.config, source=path)
     frontend.tokenizer.decode(frontend.tokenizer.encode_prompt("a text"))
     SamplingDefaults.of(frontend.generation, ServerConfig())
     cache_spec(resources.config, mtp=True, source=path)
     check_model_flags(EngineConfig(model=str(path)), resources.config, path)
-    summarize_directory(path)
     load_weights(path)
+    assert problems == []
 
 
 def survive(folder: Path, name: str, data: bytes) -> str | None:

@@ -18,6 +18,7 @@ from longlane.artifact.gguf_file import GgufFile
 from longlane.artifact.inspect import summarize_gguf
 from longlane.artifact.model_config import cache_spec
 from longlane.artifact.recipe import assemble
+from longlane.cli.inspect import servable
 from longlane.errors import CheckpointError, LonglaneError
 from longlane.text.frontend import Frontend
 from support.gguf_files import random_arrays, write_gguf
@@ -42,14 +43,16 @@ def header_bytes() -> int:
 
 
 def use(path: Path) -> None:
-    """All that serving the file does before it computes anything."""
-    summarize_gguf(path)
+    """All that serving the file does before it computes anything. What does not stop it, `inspect` does not mention
+    either."""
+    problems = summarize_gguf(path, servable).problems
     model = open_gguf(path)
     for item in model.items:
         assemble(item)
     frontend = Frontend.load(model.resources.get, model.components["text"])
     frontend.tokenizer.decode(range(frontend.tokenizer.vocab_size))
     cache_spec(model.components["text"], mtp=False, source=path)
+    assert problems == []
 
 
 def survive(folder: Path, data: bytes) -> str | None:
@@ -156,6 +159,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "half a block": (after("blk.1.ffn_down.weight", b"\x61", 4), "[64, 97] is not made of whole blocks of 32"),
     "a type of tensor": (after("blk.0.attn_norm.weight", U32[77], 12), "type 77 of a tensor is unknown"),
     "another place": (after("blk.0.attn_norm.weight", b"\x40", 16), "it is said to begin at"),
+    "rubbish at the end": (lambda data: data + b"rubbish" * 9, "no tensor is in the 63 bytes behind the last"),
     "a control sequence": (after("general.architecture", b"l\x1b[3m", 12), "architecture l\\x1b[3m is not supported"),
 }
 

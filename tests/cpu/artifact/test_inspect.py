@@ -23,7 +23,11 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 128,
+    "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,
@@ -33,8 +37,8 @@ CONFIG: dict[str, Any] = {
     "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
 }
-TOKENIZER = b"{}"
 TINY = Path(__file__).parents[3] / "assets" / "tiny-hybrid"
+TOKENIZER = (TINY / "tokenizer.json").read_bytes()
 
 
 def write(path: Path, entries: Iterable[Entry], config: dict[str, Any] = CONFIG, **options: Any) -> Path:
@@ -77,7 +81,7 @@ def test_numbers_of_a_summary(tmp_path: Path) -> None:
         format: sum(entry.format == format for entry in stored) for format in {entry.format for entry in stored}
     }
     assert sum(row.bytes for row in summary.formats) == summary.tensor_bytes
-    assert summary.resources == {"tokenizer.json": 2}
+    assert summary.resources == {"tokenizer.json": len(TOKENIZER)}
     assert summary.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert len(summary.objects) == len(stored) + 1
     assert summary.provenance == {"by": "test"}
@@ -136,8 +140,8 @@ def test_a_shape_that_the_configuration_does_not_give(tmp_path: Path) -> None:
     assert problems(path) == ["1 tensor of 'text' differ in shape from the configuration: text/final_norm"]
 
 
-@pytest.mark.parametrize("name", ["hidden_size", "layer_types", "head_dim", "linear_num_key_heads"])
-@pytest.mark.parametrize("value", [None, "8", True, -1, 1 << 70, ["x"]])
+@pytest.mark.parametrize("name", ["hidden_size", "layer_types", "head_dim", "linear_num_key_heads", "rms_norm_eps"])
+@pytest.mark.parametrize("value", ["8", True, -1, 1 << 70, ["x"]])
 def test_configurations_that_make_no_sense(tmp_path: Path, name: str, value: Any) -> None:
     (problem,) = problems(write(tmp_path / "m", entries("text"), CONFIG | {name: value}))
     assert name in problem
@@ -145,7 +149,7 @@ def test_configurations_that_make_no_sense(tmp_path: Path, name: str, value: Any
 
 @pytest.mark.parametrize("value", [None, "8", True, 1 << 70])
 def test_experts_that_make_no_sense(tmp_path: Path, value: Any) -> None:
-    config = CONFIG | {"num_experts": value, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    config = CONFIG | {"architectures": ["Qwen3_5MoeForCausalLM"], "num_experts": value}
     (problem,) = problems(write(tmp_path / "m", entries("text"), config))
     assert "num_experts" in problem
 
@@ -165,7 +169,12 @@ def test_unknown_formats_rotation_and_no_tokenizer(tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_bytes(files.build(3, directory))
     found = " ".join(problems(path))
-    for word in ("1 tensor in unknown formats (q3_g64_fp16), first 'w.m'", "Hadamard", "tokenizer.json", "'Other'"):
+    for word in (
+        "1 tensor in unknown formats (q3_g64_fp16), first 'w.m'",
+        "Hadamard",
+        "tokenizer.json",
+        "architecture Other",
+    ):
         assert word in found
 
 

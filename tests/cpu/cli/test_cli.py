@@ -181,7 +181,7 @@ assert "torch" not in sys.modules
 def test_what_flags_and_configuration_refuse_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     plain = json.loads((TINY / "config.json").read_text())
     text = plain.get("text_config", plain)
-    text |= {"layer_types": ["full_attention"] * text["num_hidden_layers"], "mtp_num_hidden_layers": 0}
+    text |= {"layer_types": ["full_attention"] * text["num_hidden_layers"], "mtp_num_hidden_layers": 0, "head_dim": 32}
     (tmp_path / "config.json").write_text(json.dumps(plain))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((TINY / file).read_bytes())
@@ -190,6 +190,13 @@ def test_what_flags_and_configuration_refuse_is_refused_before_torch_is_loaded(t
         "chat tiny --spec mtp --draft-tokens 6": "--draft-tokens 6: --spec mtp takes 1 to 5",
         "chat tiny --device gpu": "--device gpu is not known; use auto, cpu, cuda or cuda:N",
         "chat tiny --device cpu --disk-cache x": "--disk-cache has no effect without --host-kv-mib above 0; add it",
+        "chat tiny --device cpu --memory-bytes 99999999": "which leaves no page; given back by --prefill-chunk 256",
+        "chat tiny --device cpu --kv-capacity 99": "--kv-capacity 99 must be 8192 with one lane",
+        "chat tiny --device cpu --host-kv-mib 9999999": "host memory: 9999999 MiB of pages",
+        "chat tiny --device cpu --host-kv-mib 9 --host-state-slots 0": "ask for more --host-state-slots",
+        "plan tiny --vram 1MiB": "device memory: the pools besides KV need",
+        f"plan {tmp_path} --kv-dtype fp8": "--kv-dtype fp8 needs heads of a multiple of 64 values",
+        f"chat {tmp_path} --device cpu --kv-dtype int8": "--kv-dtype int8 needs heads of a multiple of 64 values",
         f"chat {tmp_path} --spec mtp": "its config.json has no MTP head (mtp_num_hidden_layers); leave out --spec mtp",
         f"chat {tmp_path} --gdn-state bf16": "--gdn-state has no effect without recurrent layers",
         f"chat {tmp_path} --disk-cache x --host-kv-mib 64": "--disk-cache has no effect without recurrent layers",

@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
@@ -99,7 +98,7 @@ def test_what_changes_the_plan_of_serve_is_a_flag_of_plan(field: str) -> None:
     def asked(config: EngineConfig) -> PlanRequest:
         spec = cache_spec(text, mtp="mtp" in config.spec)
         weights = dict.fromkeys(sections(config), 1)
-        return plan_request(config, text, spec, weights, device=torch.device("cuda"), device_bytes=1)
+        return plan_request(config, text, spec, weights, on_card=True, device_bytes=1)
 
     now = getattr(base, field)
     other = OTHER.get(field, not now if isinstance(now, bool) else 3 if now is None or isinstance(now, int) else now)

@@ -218,7 +218,7 @@ def planned(text_config: dict[str, int], **changes: bool) -> dict[str, int]:
     info = ModelInfo(name="m", family="f", parameters=1, vocab_size=256, max_context=4096, weights_bytes=1 << 20)
     sizes = {"vocab_size": 256, "max_position_embeddings": 4096}
     loaded = SimpleNamespace(spec=spec, info=info, config=text_config | sizes)
-    plan = plan_memory(replace(LANES, **changes), loaded, CARD)
+    plan = plan_memory(replace(LANES, **changes), loaded, card_bytes=24 << 30)
     return {pool.name: pool.bytes for pool in plan.pools}
 
 
@@ -240,5 +240,5 @@ def test_of_the_host_weights_that_are_there_have_taken_theirs(monkeypatch):
     spec = CacheSpec(kv_layers=1, kv_heads=1, head_dim=64, query_heads=2, hidden=64)
     text = {"vocab_size": 256, "max_position_embeddings": 4096, "intermediate_size": 128, "hidden_size": 64}
     loaded = SimpleNamespace(spec=spec, info=info, config=text)
-    plan = plan_memory(replace(LANES, memory_bytes=None), loaded, torch.device("cpu"))
+    plan = plan_memory(replace(LANES, memory_bytes=None), loaded, card_bytes=None)
     assert plan.device_bytes == 4 << 30

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from longlane.artifact.inventory import GEOMETRIES
 from longlane.artifact.locate import find
 from longlane.artifact.model_config import cache_spec
+from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import weight_bytes
 from longlane.config import EngineConfig, SpecMode
 from longlane.engine import flags
@@ -23,7 +23,6 @@ from longlane.errors import ConfigError, PlanError
 from longlane.memory.plan import GIB, PlanRequest, fixed_pools, page_bytes
 from longlane.memory.planner import make_plan
 
-CARD = torch.device("cuda")
 FOLDER = {"disk_cache": "a folder"}
 TIERS: list[dict[str, Any]] = [
     {}, FOLDER, {**FOLDER, "host_kv_mib": 4096}, {"host_kv_mib": 0}, {"host_state_slots": 3}, {"prefix_reuse": False},
@@ -50,7 +49,7 @@ def weights(mtp: bool) -> dict[str, int]:
 
 def request(config: EngineConfig, size: int) -> PlanRequest:
     text, mtp = GEOMETRIES["qwen3.8-27b"], "mtp" in config.spec
-    return plan_request(config, text, cache_spec(text, mtp=mtp), weights(mtp), device=CARD, device_bytes=size)
+    return plan_request(config, text, cache_spec(text, mtp=mtp), weights(mtp), on_card=True, device_bytes=size)
 
 
 def fixed_bytes(asked: PlanRequest) -> int:
@@ -136,9 +135,9 @@ def test_a_switch_of_cards_is_refused_where_auto_is_the_cpu_as_where_that_was_as
     with pytest.raises(ConfigError, match=f"--{named.replace('_', '-')} has no effect without a card") as asked:
         check_flags(replace(config, device="cpu"))
     with pytest.raises(ConfigError) as found:
-        check_model(config, find("tiny"), torch.device("cpu"))
+        check_model(config, open_resources(tiny := find("tiny")).config, tiny, None)
     assert found.value.message == asked.value.message
-    check_model(replace(config, **{named: False}), find("tiny"), torch.device("cpu"))
+    check_model(replace(config, **{named: False}), open_resources(tiny).config, tiny, None)
 
 
 @pytest.mark.parametrize("named", ["cuda_graph", "overlap", "concurrent_prefill"])

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longlane.config import GdnState
-from longlane.engine.planning import DTYPES
 from longlane.errors import PlanError
+from longlane.kernels.kv_codec.pages import RAW_DTYPES
 from longlane.kernels.sizes import CODECS
 from longlane.layers.batch import new_caches
 from longlane.memory.plan import (
@@ -132,7 +132,9 @@ def test_state_image_is_147_8_mib() -> None:
 @pytest.mark.parametrize("dtype", VALUE_BYTES)
 def test_a_state_image_is_what_the_caches_hold_for_a_slot(dtype: str, gdn_state: GdnState) -> None:
     spec = msgspec.structs.replace(QWEN_27B, kv_layers=0, mtp_layers=1, gdn_layers=2)
-    caches = new_caches(spec, pages=1, slots=1, codec="bf16", dtype=DTYPES[dtype], device="cpu", gdn_state=gdn_state)
+    caches = new_caches(
+        spec, pages=1, slots=1, codec="bf16", dtype=RAW_DTYPES[dtype], device="cpu", gdn_state=gdn_state
+    )
     assert sum(plane.nbytes for plane in caches.slot_planes()) == state_bytes(spec, dtype, gdn_state)
 
 

@@ -10,7 +10,6 @@ from longlane.kernels.linear import PackedWeight, Weight
 from longlane.kernels.native import build as native
 from longlane.models.decoder import Decoder
 from longlane.models.llama.native import NativeDecoder
-from longlane.models.llama.text import shapes
 from longlane.models.registry import build
 from support.lanes import Lanes, relative_error
 from support.packed import random_weight
@@ -35,7 +34,7 @@ PROMPT = torch.randint(0, 200, (150,), generator=torch.Generator().manual_seed(1
 
 def weights() -> dict[str, Weight]:
     named: dict[str, Weight] = {}
-    for seed, (name, shape) in enumerate(shapes(llama_config.parse(CONFIG)).items()):
+    for seed, (name, shape) in enumerate(llama_config.parse(CONFIG).shapes().items()):
         if len(shape) == 1:
             named[name] = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
         else:
@@ -85,6 +84,6 @@ def test_other_page_formats_run_the_plain_layers(fast: Decoder) -> None:
 
 
 def test_dense_weights_and_other_widths_keep_the_plain_layers() -> None:
-    dense = {n: torch.randn(s) for n, s in shapes(llama_config.parse(CONFIG)).items()}
+    dense = {n: torch.randn(s) for n, s in llama_config.parse(CONFIG).shapes().items()}
     assert type(build(CONFIG, dense, packed=True)) is Decoder
     assert type(build(CONFIG, weights(), packed=True, dtype=torch.float64)) is Decoder

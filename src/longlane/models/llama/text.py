@@ -29,8 +29,7 @@ def build(
 ) -> Decoder:
     """The model on `device`, computing in `dtype`. Raises CheckpointError when weights and config disagree."""
     untied = {"text/output_head": (config.vocab_size, config.hidden_size)}
-    required = shapes(config) | ({} if config.tie_word_embeddings else untied)
-    check_weights(weights, required, untied, ignored=())
+    check_weights(weights, config.shapes(), untied, ignored=())
     params = Parameters(weights, device, dtype, "text/", packed)
     embedding, head = embedding_and_head(params, "token_embedding", "output_head")
     model = Decoder(
@@ -43,22 +42,6 @@ def build(
         weight_bytes=params.resident.nbytes,
     )
     return accelerated(config, params, model) if packed else model
-
-
-def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor but the output head, which a tied model lacks."""
-    hidden, inter = config.hidden_size, config.intermediate_size
-    query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    layer = {
-        "input_norm": (hidden,),
-        "attention/query_key_value": (query + 2 * kv, hidden),
-        "attention/output": (hidden, query),
-        "post_attention_norm": (hidden,),
-        "mlp/gate_up": (2 * inter, hidden),
-        "mlp/down": (hidden, inter),
-    }
-    named = {f"text/layers/{i}/{name}": shape for i in range(config.num_hidden_layers) for name, shape in layer.items()}
-    return {"text/token_embedding": (config.vocab_size, hidden), **named, "text/final_norm": (hidden,)}
 
 
 def _norm(config: LlamaConfig, params: Parameters, name: str) -> Norm:
