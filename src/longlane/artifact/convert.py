@@ -88,7 +88,7 @@ def _open(source: Path, options: Options) -> Model:
     name = options.name or "a model without a name"
     if options.container == "v2" and (name not in IDENTITIES or options.weights != "groupwise-int"):
         raise CheckpointError(
-            f"{source}: container v2 has no identity for {name} in {options.weights}; "
+            f"container v2 has no identity for {name} in {options.weights}; "
             f"pass --name with one of {', '.join(IDENTITIES)} if it is that model, or --container v3"
         )
     if source.is_file():

@@ -35,17 +35,19 @@ def weight_bytes(
     mode: WeightsMode,
     tower: dict[str, Any] | None = None,
     plain: Plain | None = None,
+    *,
+    named: str = "the model",
 ) -> dict[str, int]:
     """Bytes of each section as it is placed: what an artifact holds, else what the inventory of `config` adds up to.
 
     config: the text model's. path: the artifact, directory or GGUF file it came from, None for a released geometry.
     tower: the configuration of the vision tower, by default the released one. plain: how they lie, None for a card's
-    tiles. Raises ConfigError for a section that is not there.
+    tiles. named: what the model was called, for errors. Raises ConfigError for a section that is not there.
     """
     tied = bool(config.get("tie_word_embeddings"))
     if path is None or path.is_dir():
         if "mtp" in sections and not config.get("mtp_num_hidden_layers"):
-            raise ConfigError(f"{path}: its config.json has no MTP head (mtp_num_hidden_layers); leave out --spec mtp")
+            raise ConfigError(f"{named}: its config.json has no MTP head (mtp_num_hidden_layers); leave out --spec mtp")
         # As `serve` loads a directory that nothing was said about.
         form = mode if mode != "auto" else "bf16" if path else "groupwise-int"
         if plain is None:
@@ -53,7 +55,7 @@ def weight_bytes(
         items = {part: inventory(config, [part], weights=form, vision=tower) for part in sections}
         return {part: sum(_laid_out(item.name, item, plain, tied) for item in items[part]) for part in sections}
     if mode != "auto":
-        raise ConfigError(f"{path} keeps the formats it was made with; leave out --weights, or name its directory")
+        raise ConfigError(f"{named} keeps the formats it was made with; leave out --weights, or name its directory")
     held: dict[str, int] = dict.fromkeys(sections, 0)
     for name, entry in _entries(path):
         section = "draft_head" if name.startswith("text/draft_head") else name.partition("/")[0]
@@ -61,7 +63,7 @@ def weight_bytes(
             held[section] += _tiled(name, entry, tied) if plain is None else _laid_out(name, entry, plain, tied)
     if missing := [part for part, size in held.items() if not size]:
         cure = f"leave out {ASKED_BY[missing[0]]}" if missing[0] in ASKED_BY else "convert it again"
-        raise ConfigError(f"{path} holds no {missing[0]} tensors; {cure}")
+        raise ConfigError(f"{named} holds no {missing[0]} tensors; {cure}")
     return held
 
 

@@ -49,7 +49,7 @@ def convert(
     path, draft_head = locate.find(source), _draft_head(draft_head_rows, draft_counts, draft_text)
     if container == "v2" and max_file_bytes != MAX_FILE_BYTES:
         raise ConfigError("--max-file-bytes is of container v3: one of v2 is one file; leave it out")
-    _check_kept(path, name, weights, dflash2_model, draft_head)
+    _check_kept(source, path, name, weights, dflash2_model, draft_head)
     if is_artifact(path):
         _copy(path, target, container, max_file_bytes, force)
         return
@@ -73,12 +73,12 @@ def _draft_head(rows: int | None, counts: Path | None, text: Path | None) -> "Dr
     return DraftHead(rows=rows, counts=counts, text=text) if rows or counts or text else None
 
 
-def _check_kept(source: Path, name: str | None, *of_weights: object) -> None:
-    """Raises `ConfigError` for flags that would change what this source keeps."""
-    if is_artifact(source):
+def _check_kept(source: str, path: Path, name: str | None, *of_weights: object) -> None:
+    """Raises `ConfigError` for flags that would change what this source, found at `path`, keeps."""
+    if is_artifact(path):
         reason, asked = f"{source} is an artifact, which keeps its weights and its name", any((name, *of_weights))
     else:
-        reason, asked = f"{source} is one file, whose weights stay as they are", source.is_file() and any(of_weights)
+        reason, asked = f"{source} is one file, whose weights stay as they are", path.is_file() and any(of_weights)
     if asked:
         raise ConfigError(
             f"{reason}: leave out the flags about them, or convert the original directory (--container, "

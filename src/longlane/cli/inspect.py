@@ -32,7 +32,7 @@ def inspect(
     kind = "a directory" if file.is_dir() else "a GGUF file" if file.suffix == ".gguf" else None
     if kind:
         if objects or sha256:
-            raise ConfigError(f"{file} is {kind}, and --objects and --sha256 are of an artifact; leave them out")
+            raise ConfigError(f"{model} is {kind}, and --objects and --sha256 are of an artifact; leave them out")
         summary = summarize_directory(file, servable) if file.is_dir() else summarize_gguf(file, servable)
     else:
         with Artifact.open(file, known_formats=False) as artifact:

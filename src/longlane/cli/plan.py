@@ -61,8 +61,9 @@ def plan(
     config, path = model_config(model, geometry)
     check_model_flags(engine, config, path)
     vision_tokens = vision_max_tokens or (VISION_TOKENS if vision else 0)
-    tower = _tower(path, geometry) if vision_tokens else None
-    weights = weight_bytes(config, path, sections(engine, vision=bool(vision_tokens)), engine.weights, tower)
+    tower = _tower(path, model, geometry) if vision_tokens else None
+    parts = sections(engine, vision=bool(vision_tokens))
+    weights = weight_bytes(config, path, parts, engine.weights, tower, named=engine.model)
     spec = cache_spec(config, mtp="mtp" in engine.spec)
     request = plan_request(engine, config, spec, weights, on_card=True, device_bytes=size)
     made = make_plan(replace(request, vision_tokens=vision_tokens), keep_host=needs_host(engine))
@@ -105,7 +106,7 @@ def model_config(model: str | None, geometry: str | None) -> tuple[dict[str, Any
     return open_resources(path).config, path
 
 
-def _tower(path: Path | None, geometry: str | None) -> dict[str, Any] | None:
+def _tower(path: Path | None, model: str | None, geometry: str | None) -> dict[str, Any] | None:
     """The configuration of the vision tower; None for the released one, which a geometry or a file has."""
     if geometry is not None and geometry not in RELEASED_TOWER:
         raise ConfigError(
@@ -116,5 +117,5 @@ def _tower(path: Path | None, geometry: str | None) -> dict[str, Any] | None:
         return None
     tower = read_json(path / "config.json").get("vision_config")
     if not isinstance(tower, dict):
-        raise ConfigError(f"--vision: {path / 'config.json'} has no vision_config; leave out the flag")
+        raise ConfigError(f"--vision: the config.json of {model} has no vision_config; leave out the flag")
     return tower

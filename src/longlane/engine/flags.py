@@ -133,7 +133,7 @@ def check_model_flags(config: EngineConfig, text: dict[str, Any], path: Path | N
     for flag, need in _unserved_by(text, config):
         raise ConfigError(f"{flag} has no effect without {need}, and this model has none; leave it out")
     # Raises for a part or a format that is not there.
-    weight_bytes(text, path, sections(config), config.weights)
+    weight_bytes(text, path, sections(config), config.weights, named=config.model)
 
 
 def _unserved_by(text: Mapping[str, Any], config: EngineConfig) -> list[tuple[str, str]]:

@@ -122,7 +122,7 @@ def placed_weights(config: EngineConfig, text: dict[str, Any], path: Path, *, on
     # As `kernels.linear.on_tiles` has it.
     tiles = on_card and dtype == "bf16"
     plain = None if tiles else Plain(VALUE_BYTES[dtype], packed=fast(config))
-    return weight_bytes(text, path, sections(config), config.weights, plain=plain)
+    return weight_bytes(text, path, sections(config), config.weights, plain=plain, named=config.model)
 
 
 def fast(config: EngineConfig) -> bool:

@@ -191,7 +191,7 @@ CASES: dict[str, tuple[Breakage, str, str]] = {
     "tokenizer missing": (lambda p: (p / "tokenizer.json").unlink(), "tokenizer.json", "is missing"),
     "tokenizer not JSON": (cut("tokenizer.json"), "tokenizer.json", "is not JSON"),
     "output exists": (target_exists, "out.ninfer", "exists already"),
-    "v2 without an identity": (lambda p: None, "hf", "container v2 has no identity for other"),
+    "v2 without an identity": (lambda p: None, "--name", "container v2 has no identity for other"),
     "drafter of another model": (drafter_of_another_model, "drafter/config.json", "hidden_size 32 does not fit"),
     "drafter of another kind": (drafter_of_another_kind, "drafter/config.json", "is not that of a DFlash2 drafter"),
     "vision for another model": (

@@ -154,6 +154,13 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: py
             ["serve", "tiny", "--no-prefix-reuse", "--max-shared-prefixes", "3"],
             "--max-shared-prefixes has no effect without --prefix-reuse; add it, or leave --max-shared-prefixes out",
         ),
+        (["chat", "demo", "--weights", "int8"], "longlane: demo keeps the formats it was made with"),
+        (["chat", "demo", "--spec", "mtp"], "longlane: demo holds no mtp tensors; leave out --spec mtp"),
+        (["plan", "demo", "--vision"], "longlane: demo holds no vision tensors; leave out --vision"),
+        (["plan", "tiny", "--vision"], "--vision: the config.json of tiny has no vision_config; leave out the flag"),
+        (["inspect", "demo", "--objects"], "longlane: demo is a GGUF file, and --objects and --sha256 are of an"),
+        (["convert", "demo", "x", "--weights", "int8"], "longlane: demo is one file, whose weights stay as they are"),
+        (["convert", "demo", "x", "--container", "v2"], "longlane: container v2 has no identity for a model without"),
         (["convert", "tiny", "x", "--draft-counts", __file__, "--draft-text", __file__], "leave one of them out"),
     ],
 )

@@ -182,7 +182,7 @@ def test_a_wrong_value_is_told_what_would_be_right(app: typer.Typer, flag: str, 
 def test_a_tower_that_is_not_known_is_not_guessed(app: typer.Typer) -> None:
     result = CliRunner().invoke(app, ["--geometry", "qwen3.5-2b", "--vision"])
     assert "the tower of qwen3.5-2b is not known here" in str(result.exception)
-    assert "config.json has no vision_config" in str(CliRunner().invoke(app, ["tiny", "--vision"]).exception)
+    assert "config.json of tiny has no vision_config" in str(CliRunner().invoke(app, ["tiny", "--vision"]).exception)
 
 
 def test_vision_is_said_not_to_be_loaded(app: typer.Typer) -> None:
