@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from longlane.memory.manager import Lease, Memory, pages_for
+from longlane.memory.node import common_length
 from longlane.memory.plan import PAGE
+from longlane.memory.stops import WORTH_A_CUT
 
 # A staged prefill that younger ones overtook so many times in a row goes next.
 MAX_SKIPS = 8
@@ -276,6 +278,13 @@ def will_share(leader: Entry, entry: Entry) -> bool:
     )
 
 
+def parts_of(entry: Entry, waiting: Iterable[Entry]) -> list[int]:
+    """Where `entry` parts from others that wait and begin alike, so that they follow it up to there."""
+    head = entry.tokens[:WORTH_A_CUT]
+    alike = [other for other in waiting if other is not entry and other.tokens[:WORTH_A_CUT] == head]
+    return [common_length(entry.tokens, other.tokens) for other in alike]
+
+
 E = TypeVar("E", bound=Entry)
 
 
@@ -294,7 +303,8 @@ def admit(memory: Memory, waiting: dict[str, E], running: dict[str, E], lanes: i
             # One more, for the answer to grow into.
             held, held_pages = held + 1, held_pages + pages_for(len(entry.tokens)) + 1
             continue
-        entry.lease = memory.admit(entry.id, entry.tokens, entry.owed, entry.boundaries, leave=held_pages)
+        parts = parts_of(entry, waiting.values())
+        entry.lease = memory.admit(entry.id, entry.tokens, entry.owed, entry.boundaries, parts, held_pages)
         if entry.lease is None:
             break
         running[entry.id] = waiting.pop(entry.id)

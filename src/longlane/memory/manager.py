@@ -98,11 +98,18 @@ class Memory:
         return min(max_new, room)
 
     def admit(
-        self, request_id: str, token_ids: Sequence[int], max_new: int, boundaries: Iterable[int] = (), leave: int = 0
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        max_new: int,
+        boundaries: Iterable[int] = (),
+        parts: Iterable[int] = (),
+        leave: int = 0,
     ) -> Lease | None:
         """Pages for the whole prompt and a state slot, or None when there is no room now for it and `leave` pages more.
 
-        What the tree holds of the prompt is shared, not computed again. Raises `RequestError` for what can never fit.
+        What the tree holds of the prompt is shared, not computed again. parts: how many tokens it has in common with
+        those that come next. Raises `RequestError` for what can never fit.
         """
         assert request_id not in self._leases, f"{request_id} holds a lease"
         # The last new token is never fed back, so it needs no place in the cache.
@@ -131,7 +138,7 @@ class Memory:
             token_ids=array("i", token_ids[:there]),
             cached_tokens=match.length,
             reuse=f"{restore.source} state at {match.length}" if restore else match.describe(),
-            stops=self._stops(boundaries, match, len(token_ids)) if self._keeps else (),
+            stops=self._stops(boundaries, [match.common, *parts], match.length, len(token_ids)) if self._keeps else (),
             restore=restore,
             arriving=array("i", token_ids[there : match.length]),
         )
@@ -195,12 +202,12 @@ class Memory:
         self._mover.copy_slot(match.checkpoint.slot, slot)
         return slot
 
-    def _stops(self, boundaries: Iterable[int], match: Match, prompt: int) -> tuple[int, ...]:
+    def _stops(self, boundaries: Iterable[int], parts: Iterable[int], cached: int, prompt: int) -> tuple[int, ...]:
         """Where to keep the state of a prompt. On its last page edge, too, should it come again; but nothing dearer is
         pushed out for that, unless only down a tier."""
-        stops = stops_of(boundaries, match.length, match.common, prompt, self._last_boundaries)
-        before = state_before(prompt - 1, stops, match.length)
-        end = edge_before(prompt - 1, stops, match.length)
+        stops = stops_of(boundaries, parts, cached, prompt, self._last_boundaries)
+        before = state_before(prompt - 1, stops, cached)
+        end = edge_before(prompt - 1, stops, cached)
         if end and (self._tiers or self._tree.has_room_for(before, end[0])):
             stops += end
         return tuple(stops)

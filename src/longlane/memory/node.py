@@ -1,5 +1,6 @@
 """What the prefix tree is made of: pages found by their exact tokens, and states that stand on them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
@@ -82,7 +83,16 @@ def chain(parent: bytes, tokens: bytes) -> bytes:
 
 def common_tokens(a: bytes, b: bytes) -> int:
     """Length of the common prefix in tokens."""
-    size = min(len(a), len(b))
-    if a[:size] == b[:size]:
-        return size // WORD
-    return next(i for i in range(size) if a[i] != b[i]) // WORD
+    return common_length(a, b) // WORD
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common prefix, by halving: comparing slices is fast, looking at items is not."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

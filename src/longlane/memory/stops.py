@@ -14,17 +14,19 @@ WORTH_A_CUT = 4 * PAGE
 INTERVAL = 8192
 
 
-def stops_of(boundaries: Iterable[int], cached: int, common: int, prompt: int, last: int) -> list[int]:
+def stops_of(boundaries: Iterable[int], parts: Iterable[int], cached: int, prompt: int, last: int) -> list[int]:
     """Offsets beyond what is cached: the first boundary, which is the end of the system block, the `last` ones, one
-    every so often, and one before the prompt parts from an earlier one, with which it has `common` tokens: as two did
-    so, a third may (Marconi, Pan et al., 2024)."""
+    every so often, and one before each place where the prompt `parts` from another: as two did so, a third may
+    (Marconi, Pan et al., 2024)."""
     marks = sorted(mark for mark in boundaries if 0 < mark < prompt)
     chosen = {*marks[:1], *marks[max(0, len(marks) - last) :], *range(INTERVAL, prompt, INTERVAL)}
     stops: list[int] = []
     for mark in sorted(chosen):
         if mark - state_before(mark, stops, cached) >= LEAST_APART:
             stops.append(mark)
-    return sorted([*stops, *edge_before(min(common, prompt - 1), stops, cached)])
+    for part in sorted(parts):
+        stops += edge_before(min(part, prompt - 1), stops, cached)
+    return sorted(stops)
 
 
 def edge_before(end: int, stops: Sequence[int], cached: int) -> list[int]:

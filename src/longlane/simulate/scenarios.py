@@ -147,13 +147,15 @@ def in_turns(clients: int, prompt: int) -> list[Ask]:
 
 def agents(setting: Setting) -> Report:
     """Ten agents in ten lanes, with a system prompt of 8,192 tokens in common, take six turns each: 600 new tokens in,
-    200 out, and two seconds of tools between."""
+    200 out, and two seconds of tools between. The last five of the 600 open the answer, after a message's end."""
     ids = Ids()
     system, asks = ids(8192), []
     for agent in range(10):
         prompt, cut = list(system), [len(system)]
         for turn in range(6):
-            prompt += ids(600)
+            prompt += ids(595)
+            cut.append(len(prompt))
+            prompt += ids(5)
             ask = Ask(
                 id=f"agent {agent}, turn {turn}",
                 prompt=list(prompt),

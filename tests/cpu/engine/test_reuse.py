@@ -175,6 +175,17 @@ def test_choices_of_one_raw_prompt_compute_it_once():
     assert sorted(log.finished[f"r{choice}"].timings.cached_tokens for choice in range(4)) == [0, 448, 448, 448]
 
 
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_raw_prompts_that_wait_together_compute_their_head_once(lanes):
+    engine = build(settings(max_concurrency=lanes, max_pending_requests=8), pages=80, spare_slots=4)
+    log, wanted = Log(), [raw(f"r{index}", (3, 700), (index, 90)) for index in range(6)]
+    for one in wanted:
+        engine.submit(one)
+    drain(engine, log)
+    assert [log.finished[one.id].timings.cached_tokens for one in wanted] == [0, *[640] * 5]
+    assert [log.tokens[one.id] for one in wanted] == [oracle(one).token_ids for one in wanted]
+
+
 def test_raw_prompts_do_not_push_out_a_long_conversation():
     talk = Conversation(1900)
     engine = build(settings(), pages=60, spare_slots=1)
