@@ -72,12 +72,13 @@ def serve(engine, clock: Clock, arrivals: list[tuple[float, Request]]) -> Log:
 
 def workload(seed: int, crowded: bool) -> list[tuple[float, Request]]:
     rng = random.Random(seed)
+    head = [rng.randrange(VOCAB) for _ in range(700)]
     arrivals = []
     for index in range(12):
         prompt = rng.choice([40, 60] if crowded else [1, 64, 65, 300, 1500])
         request = Request(
             id=f"r{index}",
-            token_ids=[rng.randrange(VOCAB) for _ in range(prompt)],
+            token_ids=head * (index % 3 == 1 and not crowded) + [rng.randrange(VOCAB) for _ in range(prompt)],
             max_tokens=rng.choice([100, 150] if crowded else [1, 5, 40]),
             priority=rng.randrange(2),
         )
@@ -105,6 +106,7 @@ def test_every_request_has_the_times_it_has_in_the_engine(lanes, pages, crowded,
         assert late > -1e-9
         assert timings.ttft_s + late == pytest.approx(ttft_s(job)), wanted.id
         assert job.cached_tokens == timings.cached_tokens
+    assert any(job.cached_tokens for job in run.jobs.values()) is not crowded
     assert run.seconds == pytest.approx(clock.now - min(at for at, _ in arrivals))
 
 
