@@ -53,8 +53,9 @@ def until_beside(engine: Engine, log: Log) -> None:
 
 
 def crowded() -> tuple[Engine, Log, list[Request]]:
-    """A lane that writes, and a prompt beside it for which there will be no room."""
-    engine = build(settings(max_concurrency=2), pages=8, clock=Clock(), overlap=True, beside=PatientLane(400))
+    """A lane that writes, and a prompt beside it for which there will be no room after 130 rounds. If nobody waits for
+    its chunk, that runs 50 rounds later, when the lane has taken its pages."""
+    engine = build(settings(max_concurrency=2), pages=8, clock=Clock(), overlap=True, beside=PatientLane(180))
     log, wanted = Log(), [ask("old", 60, 400), ask("young", 250, 20)]
     engine.submit(wanted[0])
     for _ in range(65):

@@ -1,6 +1,7 @@
 """Rounds over fixed buffers: rounding up to captured shapes disturbs nobody, and every shape in use was captured."""
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 
 import msgspec
@@ -31,11 +32,13 @@ SPECS = ["off", "mtp", "mtp+lookup"]
 
 
 class Recorded:
-    """In the place of `Graphs`: keeps the bodies that were captured, and replays no others."""
+    """In the place of `Graphs`: keeps the bodies that were captured, and replays no others. order: what all that share
+    it have replayed, as (recorded, key)."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: list[tuple["Recorded", Hashable]] | None = None) -> None:
         self.bodies: dict[Hashable, Callable[[], None]] = {}
         self.replayed: set[Hashable] = set()
+        self._order = [] if order is None else order
 
     def capture(self, bodies: Sequence[tuple[Hashable, Callable[[], None]]]) -> None:
         # What a step leaves lies in memory that is free for the next call.
@@ -49,6 +52,7 @@ class Recorded:
     @torch.inference_mode()
     def replay(self, key: Hashable) -> None:
         self.replayed.add(key)
+        self._order.append((self, key))
         self.bodies[key]()
 
 
@@ -136,19 +140,37 @@ def test_whatever_runs_was_captured(model, plain, spec):
     assert len({rows for _, rows, _ in recorded.replayed}) >= 3
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_rounds_beside_a_chunk_replay_what_was_captured_for_their_part(model, plain, spec):
-    made, whole, part = engine(model, spec, exact=False, beside=2), Recorded(), Recorded()
-    steps = made._runner.steps
-    steps._graphs, steps._part_graphs = whole, part
+def parted(steps: Steps, order: list[tuple[Recorded, Hashable]]) -> tuple[Recorded, Recorded]:
+    """What was captured for the whole card, and for a part of it."""
+    steps._graphs, steps._part_graphs = Recorded(order), Recorded(order)
     for rows in steps.row_sizes:
         steps.warm_up(rows, capture=True)
         steps.warm_up(rows, capture=True, part=Part(None, 8))
+    return steps._graphs, steps._part_graphs
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_rounds_beside_a_chunk_replay_what_was_captured_for_their_part(model, plain, spec):
+    made = engine(model, spec, exact=False, beside=2)
+    whole, part = parted(made._runner.steps, [])
     assert whole.bodies.keys() == part.bodies.keys()
     assert len(whole.bodies) + len(part.bodies) == planned(model, spec, concurrent=True)
     assert answers(made).tokens == plain
     assert whole.replayed
     assert {kind for kind, _, _ in part.replayed} >= ({"step"} if spec == "off" else {"step", "settle", "propose"})
+
+
+def test_what_the_host_settles_is_settled_on_the_part_where_it_ran(model):
+    """From what the step has left in the memory of its graphs; of rows with penalties the host tells what stands."""
+    made, order = engine(model, "mtp", exact=False, beside=2), []
+    whole, part = parted(made._runner.steps, order)
+    for request in requests():
+        sampling = SamplingParams(temperature=0.0, presence_penalty=0.5)
+        made.submit(msgspec.structs.replace(request, sampling=sampling))
+    run(made)
+    settled = [(before, after) for before, after in pairwise(order) if after[1][0] == "settle"]
+    assert {graphs for _, (graphs, _) in settled} == {whole, part}
+    assert all(before == (graphs, ("step", *shape)) for before, (graphs, (_, *shape)) in settled)
 
 
 # Drafts of a row's own, its stop ids, and how many of its columns stand when every draft is what was drawn.
