@@ -149,17 +149,20 @@ def test_a_skipped_prefill_keeps_its_turn_through_a_pause():
 
 @st.composite
 def crowds(draw: st.DrawFn) -> list[tuple[int, Request, int | None]]:
-    """Requests that mostly begin alike, the step at which each arrives, and that at which some are cancelled."""
+    """Requests that mostly begin alike, the step at which each arrives, and that at which some are cancelled. They are
+    raw where they begin with more than the system prompt."""
     crowd = []
+    more = draw(st.sampled_from([0, 150]))
     for index in range(draw(st.integers(2, 7))):
         wanted = agent(
             f"r{index}",
             draw(st.sampled_from([1, 30, 56, 120])),
             draw(st.sampled_from([1, 4, 60])),
             priority=draw(st.integers(-1, 1)),
-            boundaries=draw(st.sampled_from([[200], [120, 200], [64, 200]])),
+            boundaries=[] if more else draw(st.sampled_from([[200], [120, 200], [64, 200]])),
         )
-        wanted.token_ids[draw(st.sampled_from([0, 100, 199, 200]))] = draw(st.integers(0, 2))
+        wanted.token_ids[:0] = [5] * more
+        wanted.token_ids[draw(st.sampled_from([0, 100, 199, 200, -1]))] = draw(st.integers(0, 2))
         crowd.append((draw(st.integers(0, 12)), wanted, draw(st.none() | st.integers(0, 40))))
     return crowd
 
