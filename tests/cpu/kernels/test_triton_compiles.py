@@ -68,8 +68,8 @@ with compiling(card, modules) as compiled:
         record = Record(zeros(n, 10240), zeros(n, 10240), zeros(n, 48), zeros(n, 48))
         gates = (record.a, record.b, torch.zeros(48), torch.zeros(48))
         state, history = torch.zeros(4, 48, 128, 128), zeros(4, 4, 10240)
-        for advance in (True, False):
-            gdn.mix(record.x, *gates[:2], torch.zeros(4, 10240), *gates[2:], state, history, rows, advance=advance)
+        for kept in (True, False):
+            gdn.mix(record.x, *gates[:2], torch.zeros(4, 10240), *gates[2:], state, history, rows, advance=kept)
         gdn.fold(record, torch.ones(rows.rows, dtype=torch.int32), *gates[2:], state, history, rows)
         norm_rope.rms_norm(zeros(n, 5120), torch.ones(5120), 1e-6)
         norm_rope.add_rms_norm(zeros(n, 5120), zeros(n, 5120), torch.ones(5120), 1e-6)
