@@ -91,6 +91,7 @@ def check(
     work: list[Turn],
     *,
     system: int,
+    raw: bool,
     lanes: int,
     slots: int,
     spare: int,
@@ -103,7 +104,7 @@ def check(
     """Run `work` with a restart in the middle; `disk` is the bytes that the disk tier may use, 0 for none, and `pace`
     how likely a look finds its next task done."""
     worker = partial(LateExecutor, random.Random(0), pace)
-    talk = Conversation(system)
+    talk = Conversation(system, raw)
     wanted = [talk.request(index, turn) for index, turn in enumerate(work)]
     pages = -(-max(len(text) for text in talk.texts) // 64) + spare
     half = len(work) // 2 if disk else len(work)
@@ -139,7 +140,8 @@ def check(
 
 case = given(
     work=turns,
-    system=st.sampled_from([1, 64, 90]),
+    system=st.sampled_from([1, 64, 90, 330]),
+    raw=st.booleans(),
     lanes=st.integers(1, 3),
     slots=st.integers(0, 3),
     spare=st.integers(0, 4),
