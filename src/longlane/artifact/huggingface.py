@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longlane.artifact.framing import describe_stranger
-from longlane.artifact.side_files import json_object
+from longlane.artifact.side_files import check_file, json_object
 from longlane.artifact.text_config import read_json
 from longlane.errors import CheckpointError, counted
 
@@ -98,7 +98,7 @@ class Checkpoint:
 
 
 def _open_tensors(path: Path) -> dict[str, TensorInfo]:
-    if not (path / INDEX).exists():
+    if not os.path.lexists(path / INDEX):
         return _without_index(path)
     listed = read_json(path / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
@@ -140,6 +140,7 @@ def _without_index(path: Path) -> dict[str, TensorInfo]:
 
 def _headers(file: Path) -> dict[str, TensorInfo]:
     """What a safetensors file holds: its tensors lie one after the other, from the header to the end of the file."""
+    check_file(file)
     try:
         with file.open("rb") as opened:
             start, stored = _header(file, opened)

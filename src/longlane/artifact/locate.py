@@ -20,7 +20,7 @@ def resolve(name: str) -> Path:
     Raises CheckpointError.
     """
     path = find(name)
-    return _converted(path) if path.suffix == ".gguf" else path
+    return _converted(path) if is_gguf(path) else path
 
 
 def find(name: str) -> Path:
@@ -33,7 +33,11 @@ def find(name: str) -> Path:
         raise CheckpointError("the name of the model is empty; use a path, or one of the names demo and tiny")
     path = Path(name).expanduser()
     if path.exists():
+        if not (path.is_file() or path.is_dir()):
+            raise CheckpointError(f"{name} is a device or a pipe; name a file or a directory")
         return path
+    if path.is_symlink():
+        raise CheckpointError(f"{name} is a symbolic link that leads nowhere; correct it, or name the model itself")
     if name == "demo":
         return _demo_source()
     if name == "tiny":
@@ -41,6 +45,11 @@ def find(name: str) -> Path:
             return TINY
         raise CheckpointError("model tiny is part of the source checkout; clone the repository, or use demo")
     raise CheckpointError(f"there is no model {name!r}; {_near(path)}use a path, or one of the names demo and tiny")
+
+
+def is_gguf(path: Path) -> bool:
+    """By its name alone, so that a damaged one is refused as what it was to be."""
+    return path.suffix == ".gguf" and not path.is_dir()
 
 
 def _near(path: Path) -> str:

@@ -1,5 +1,6 @@
 """What the API process needs of a model: its configuration and its side files. Torch-free."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import msgspec
 from longlane.artifact.container import Artifact
 from longlane.artifact.model_config import checked
 from longlane.artifact.schema import RESOURCES
-from longlane.artifact.side_files import json_object
+from longlane.artifact.side_files import json_object, read_file
 from longlane.artifact.text_config import read_json, text_config
 from longlane.errors import CheckpointError
 
@@ -69,7 +70,7 @@ def open_resources(path: Path) -> Resources:
         return Resources(path, checked(artifact.text_config() or {}, path), artifact.resource)
     config = text_config(read_json(path / "config.json"), path)
     for role in ("tokenizer", "tokenizer_config"):
-        if (path / RESOURCES[role]).exists():
+        if os.path.lexists(path / RESOURCES[role]):
             read_json(path / RESOURCES[role])
         elif role == "tokenizer":
             raise CheckpointError(f"{path / RESOURCES[role]} is missing; fetch it from where the weights came from")
@@ -77,4 +78,4 @@ def open_resources(path: Path) -> Resources:
 
 
 def _read_file(file: Path) -> bytes | None:
-    return file.read_bytes() if file.exists() else None
+    return read_file(file) if file.exists() else None

@@ -12,6 +12,23 @@ AGAIN = "fetch the file again"
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 
 
+def read_file(file: Path) -> bytes:
+    """The bytes of a file. Raises CheckpointError, for a directory or a pipe too: to open one is to wait for whoever
+    writes to it."""
+    check_file(file)
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}); check the path and its permissions") from None
+
+
+def check_file(file: Path) -> None:
+    """Raises CheckpointError for what is there and is no file."""
+    if file.exists() and not file.is_file():
+        kind = "a directory" if file.is_dir() else "a device or a pipe"
+        raise CheckpointError(f"{file} is {kind}, not a file; put the file of that name there")
+
+
 def place(source: Path) -> str:
     """Where the configuration of a model stands: in a directory's file of its own, or inside of a file."""
     return f"{source}: its configuration" if source.is_file() else str(source / "config.json")

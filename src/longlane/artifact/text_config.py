@@ -1,11 +1,12 @@
 """`config.json` of a checkpoint: every spelling of the family turned into one. Torch-free."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from longlane.artifact.qwen3_5_config import typed
-from longlane.artifact.side_files import json_object, place
+from longlane.artifact.side_files import json_object, place, read_file
 from longlane.errors import CheckpointError
 
 LLAMA = "LlamaForCausalLM"
@@ -44,15 +45,11 @@ ORIGINAL = "use the config.json this checkpoint was saved with"
 
 def read_json(file: Path) -> dict[str, Any]:
     """One JSON object. Raises CheckpointError."""
-    try:
-        data = file.read_bytes()
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         raise CheckpointError(
             f"{file} is missing; a checkpoint directory holds config.json, tokenizer.json and *.safetensors files"
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}; check the path and its permissions") from None
-    return json_object(data, file)
+        )
+    return json_object(read_file(file), file)
 
 
 def text_config(config: Mapping[str, Any], source: Path) -> dict[str, Any]:

@@ -69,6 +69,8 @@ def chat(
     """Talk to a model. Ctrl-C stops an answer, Ctrl-D ends the conversation."""
     for flag, text in (("--prompt", prompt), ("--system", system)):
         check_text(flag, text)
+    if prompt is None and sys.stdin is None:
+        raise ConfigError("standard input is closed, so there is nothing to answer to; give a --prompt")
     console = Console(stderr=True, highlight=False)
     screen = Screen(console, hide_thinking)
     server_config: ServerConfig = pick(ServerConfig, values | {"default_max_tokens": max_tokens})

@@ -13,7 +13,7 @@ from rich.table import Table
 from longlane.api.sampling import SamplingDefaults
 from longlane.artifact.container import Artifact, Entry
 from longlane.artifact.inspect import Summary, summarize, summarize_directory, summarize_gguf
-from longlane.artifact.locate import find
+from longlane.artifact.locate import find, is_gguf
 from longlane.cli.options import MODEL
 from longlane.cli.tables import human_bytes
 from longlane.config import ServerConfig
@@ -29,7 +29,7 @@ def inspect(
 ) -> None:
     """Print what a model file holds: components, formats, sizes, side files, and what keeps it from running."""
     file = find(model)
-    kind = "a directory" if file.is_dir() else "a GGUF file" if file.suffix == ".gguf" else None
+    kind = "a directory" if file.is_dir() else "a GGUF file" if is_gguf(file) else None
     if kind:
         if objects or sha256:
             raise ConfigError(f"{model} is {kind}, and --objects and --sha256 are of an artifact; leave them out")

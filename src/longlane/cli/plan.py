@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from longlane.artifact.inventory import GEOMETRIES
-from longlane.artifact.locate import find
+from longlane.artifact.locate import find, is_gguf
 from longlane.artifact.model_config import cache_spec
 from longlane.artifact.resources import open_resources
 from longlane.artifact.sizes import weight_bytes
@@ -99,7 +99,7 @@ def model_config(model: str | None, geometry: str | None) -> tuple[dict[str, Any
         return GEOMETRIES[geometry], None
     assert model is not None
     path = find(model)
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         from longlane.artifact.checkpoint import gguf_header
 
         return gguf_header(path)[0], path

@@ -1,9 +1,11 @@
 """What `serve` and `chat` share: from configurations to a server's state, and progress while the model loads."""
 
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import zmq
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -29,6 +31,7 @@ def open_session(
     check_flags(engine)
     check_sampling(server)
     check_folder("--disk-cache", engine.disk_cache)
+    check_sockets()
     check_machine(engine)
     with console.status(f"opening {engine.model}"):
         path = resolve(engine.model)
@@ -58,6 +61,13 @@ def check_thinking(server: ServerConfig, frontend: Frontend) -> None:
     for flag, given in asked:
         if given and frontend.tokenizer.id_of(END) is None:
             raise ConfigError(f"{flag} has no effect on a model without thoughts ({END}), as this one is; leave it out")
+
+
+def check_sockets() -> None:
+    """Raises `ConfigError` where the sockets of an engine would have longer names than the system takes."""
+    most = zmq.IPC_PATH_MAX_LEN - len("/longlane-12345678/from")
+    if len(os.fsencode(folder := tempfile.gettempdir())) > most:
+        raise ConfigError(f"the name of the temporary folder {folder} is too long for a socket; set TMPDIR to another")
 
 
 def check_folder(flag: str, directory: Path | None) -> None:

