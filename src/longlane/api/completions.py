@@ -7,7 +7,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from longlane.api.generation import Delta, Ended, Event, Opened, Shown
-from longlane.api.prepare import log_details, make_job
+from longlane.api.prepare import check_choices, log_details, make_job
 from longlane.api.reply import JSON, Prepared, respond, token_text
 from longlane.api.schemas import CompletionRequest, parse
 from longlane.api.state import ServerState
@@ -65,7 +65,10 @@ def _prepared(server: ServerState, body: bytes) -> Prepared:
         raise RequestError("best_of: must equal n; the server does not choose among answers", param="best_of")
     if request.echo and request.logprobs is not None:
         raise RequestError("logprobs: not available for an echoed prompt", param="logprobs")
-    prompts = [_token_ids(server, prompt, where) for where, prompt in _prompts(request.prompt)]
+    asked = _prompts(request.prompt)
+    # Before their tokens are counted, which takes long of many.
+    check_choices(request.n or 1, len(asked))
+    prompts = [_token_ids(server, prompt, where) for where, prompt in asked]
     max_tokens = server.config.default_max_tokens if request.max_tokens is None else request.max_tokens
     job = make_job(server, request, prompts, max_tokens, request.logprobs)
     tokenizer = server.frontend.tokenizer

@@ -30,9 +30,7 @@ def make_job(
     what fits behind the prompt.
     """
     n = fields.n or 1
-    if n * len(prompts) > MAX_CHOICES:
-        message = f"n: {n * len(prompts)} choices, at most {MAX_CHOICES} in one request"
-        raise RequestError(message, param="n")
+    check_choices(n, len(prompts))
     sampling = server.sampling.resolve(fields, server.frontend.tokenizer.vocab_size)
     own_stops = () if fields.ignore_eos else server.frontend.stop_ids
     request_id = uuid.uuid4().hex
@@ -53,6 +51,12 @@ def make_job(
         for i in range(n)
     ]
     return Job(requests=requests, choices_per_prompt=n, stops=stop_strings(fields.stop))
+
+
+def check_choices(n: int, prompts: int) -> None:
+    """Raises `RequestError` 400 for more choices than a request may have."""
+    if n * prompts > MAX_CHOICES:
+        raise RequestError(f"n: {n * prompts} choices, at most {MAX_CHOICES} in one request", param="n")
 
 
 def message_ends(prompt: Sequence[int], stop_ids: Collection[int]) -> list[int]:

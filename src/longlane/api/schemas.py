@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
+MAX_STOP_IDS = 1024
 MIN_SEED, MAX_SEED = -(2**63), 2**64
 # Exact in a double, and within what a message to the engine can carry.
 MAX_COUNT = 2**53
@@ -51,7 +52,7 @@ class GenerationFields(Struct, kw_only=True):
     seed: int | None = None
     n: Count | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenLimit] | None = None
+    stop_token_ids: Annotated[list[TokenLimit], Meta(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from longlane.text.frontend import Frontend
 from support.scripted_engine import says
 
 from .conftest import Api
@@ -92,3 +93,9 @@ def test_what_is_not_offered_is_refused(api: Api, body: dict[str, Any], param: s
 def test_the_sdk_streams(api: Api) -> None:
     stream = api.served.openai().completions.create(model="M", prompt="hi", stream=True, stop="lo")
     assert "".join(chunk.choices[0].text for chunk in stream) == "Hel"
+
+
+def test_too_many_prompts_are_refused_before_any_is_looked_into(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Frontend, "encode_prompt", lambda *_: pytest.fail("a prompt was encoded"))
+    reply = api.post(PATH, prompt=["x"] * 129)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n")
