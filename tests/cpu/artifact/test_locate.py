@@ -113,3 +113,13 @@ def test_files_of_a_directory_that_are_none_are_refused_by_name(
     make(tmp_path / name)
     with pytest.raises(CheckpointError, match=name):
         load_weights(tmp_path)
+
+
+def test_a_conversion_that_was_cut_is_made_again(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", random_arrays(), {})
+    made = locate.resolve(str(tmp_path / "m.gguf"))
+    whole = made.read_bytes()
+    os.truncate(made, len(whole) // 2)
+    assert locate.resolve(str(tmp_path / "m.gguf")) == made
+    assert len(made.read_bytes()) == len(whole)
+    Artifact.open(made).close()
