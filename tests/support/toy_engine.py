@@ -18,6 +18,7 @@ from longlane.memory.manager import Memory
 from longlane.memory.pages import PagePool
 from longlane.memory.prefix import PrefixTree
 from longlane.memory.states import SlotPool
+from longlane.memory.stops import WORTH_A_CUT
 from longlane.memory.tiers import Tiers
 from longlane.sampling import RowState, decide
 from longlane.spec.drafter import DraftLane, Proposal
@@ -115,6 +116,7 @@ def build(
     ledger: Ledger | None = None,
     overlap: bool = False,
     beside: Lane | None = None,
+    worth_an_end: int = WORTH_A_CUT,
 ) -> Engine:
     """`spare_slots` None runs without a prefix cache. host: rows for pages and states in the arena. `overlap` has steps
     land when the next one is asked for, as on a card; `beside` is where chunks run beside rounds."""
@@ -129,7 +131,8 @@ def build(
         tiers = Tiers(arena(caches, *host), disk, ledger) if host else None
         watchers = [*([tiers] if tiers else []), *([DeviceBlocks(ledger)] if ledger else [])]
         tree = PrefixTree(pool, states, stateful=True, page_bytes=1000, slot_bytes=4000, watchers=watchers)
-        memory = Memory(pool, states, config.max_context or 1 << 20, tree=tree, mover=caches, tiers=tiers)
+        context = config.max_context or 1 << 20
+        memory = Memory(pool, states, context, tree=tree, mover=caches, tiers=tiers, worth_an_end=worth_an_end)
     return Engine(runner, memory, config, speculator, clock or Clock())
 
 

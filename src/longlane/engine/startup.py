@@ -35,6 +35,7 @@ from longlane.memory.pages import PagePool
 from longlane.memory.plan import page_bytes
 from longlane.memory.prefix import PrefixTree
 from longlane.memory.states import SlotPool
+from longlane.memory.stops import WORTH_A_CUT, WORTH_A_LAUNCH
 from longlane.memory.tiers import Tiers
 from longlane.models.registry import LoadedModel, load_model
 from longlane.spec.speculator import Speculator
@@ -173,8 +174,16 @@ def new_memory(config: EngineConfig, path: Path, spec: CacheSpec, plan: MemoryPl
         slot_bytes=sum(plane[0].nbytes for plane in caches.slot_planes()),
         watchers=[tiers] if tiers else [],
     )
-    last = config.auto_long_anchors
-    return Memory(pages, slots, plan.max_context, tree=tree, mover=caches, tiers=tiers, last_boundaries=last)
+    return Memory(
+        pages,
+        slots,
+        plan.max_context,
+        tree=tree,
+        mover=caches,
+        tiers=tiers,
+        last_boundaries=config.auto_long_anchors,
+        worth_an_end=WORTH_A_LAUNCH if caches.kv[0].k.is_cuda else WORTH_A_CUT,
+    )
 
 
 def new_tiers(config: EngineConfig, path: Path, spec: CacheSpec, plan: MemoryPlan, caches: Caches) -> Tiers | None:

@@ -11,7 +11,7 @@ from longlane.memory.plan import PAGE
 from longlane.memory.prefix import Match, PrefixTree
 from longlane.memory.restore import Restore
 from longlane.memory.states import SlotPool
-from longlane.memory.stops import edge_before, state_before, stops_of
+from longlane.memory.stops import WORTH_A_CUT, edge_before, state_before, stops_of
 from longlane.memory.tiers import Tiers
 
 __all__ = ["Lease", "Memory", "pages_for"]
@@ -46,9 +46,11 @@ class Memory:
         mover: Mover | None = None,
         tiers: Tiers | None = None,
         last_boundaries: int = LAST_BOUNDARIES,
+        worth_an_end: int = WORTH_A_CUT,
     ) -> None:
         """Without a `tree` nothing outlives its request. With one, `mover` copies what a new request continues from.
-        `tiers`, a watcher of the tree, holds what the device has no room for."""
+        `tiers`, a watcher of the tree, holds what the device has no room for. worth_an_end: tokens that the state on a
+        prompt's last page edge must spare to be kept."""
         assert (tree is None) == (mover is None)
         self._pages = pages
         self._slots = slots
@@ -60,6 +62,7 @@ class Memory:
         self._mover = mover
         self._tiers = tiers
         self._last_boundaries = last_boundaries
+        self._worth_an_end = worth_an_end
         self._leases: dict[str, Lease] = {}
 
     @property
@@ -207,7 +210,7 @@ class Memory:
         pushed out for that, unless only down a tier."""
         stops = stops_of(boundaries, parts, cached, prompt, self._last_boundaries)
         before = state_before(prompt - 1, stops, cached)
-        end = edge_before(prompt - 1, stops, cached)
+        end = edge_before(prompt - 1, stops, cached, self._worth_an_end)
         if end and (self._tiers or self._tree.has_room_for(before, end[0])):
             stops += end
         return tuple(stops)

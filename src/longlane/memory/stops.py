@@ -10,6 +10,9 @@ LEAST_APART = 8
 # Tokens that a place inside of a message must spare beyond the one before it. Perhaps nobody comes: so the chunk should
 # cost at most a quarter of them.
 WORTH_A_CUT = 4 * PAGE
+# The same beside a card, where nobody has come yet. There a chunk takes as long as the host needs to launch it, 50 ms
+# or more (`bench/results/log.md`): in that time an H200 computes 600 tokens.
+WORTH_A_LAUNCH = 32 * PAGE
 # A place every so often beside those at boundaries: what an edited long prompt recomputes at most.
 INTERVAL = 8192
 
@@ -29,10 +32,10 @@ def stops_of(boundaries: Iterable[int], parts: Iterable[int], cached: int, promp
     return sorted(stops)
 
 
-def edge_before(end: int, stops: Sequence[int], cached: int) -> list[int]:
-    """The last page edge up to `end`, or nothing where a state there would spare too little."""
+def edge_before(end: int, stops: Sequence[int], cached: int, least: int = WORTH_A_CUT) -> list[int]:
+    """The last page edge up to `end`, or nothing where a state there would spare less than `least` tokens."""
     edge = end - end % PAGE
-    return [edge] if edge - state_before(end, stops, cached) >= WORTH_A_CUT else []
+    return [edge] if edge - state_before(end, stops, cached) >= least else []
 
 
 def state_before(end: int, stops: Sequence[int], cached: int) -> int:

@@ -13,9 +13,9 @@ KV_BYTES = 33_792
 MAX_CONTEXT = 262_144
 # 700 small dependent kernels of 1.07 us in a graph.
 FIXED_S = 0.75e-3
-# Of the 27B on 64 and 68 multiprocessors of an H200, the default floor: estimated from what was measured with 56 and
-# 76, see `bench/results/log.md`.
-DECODE_SHARE, PREFILL_SHARE = 0.53, 0.55
+# Of the 27B on 64 and 68 multiprocessors of an H200, the default floor: with them its model keeps what the whole engine
+# was measured to keep beside a prefill, 0.545 of a lane's rate and 0.537 of the prefill's (`bench/results/log.md`).
+DECODE_SHARE, PREFILL_SHARE = 0.54, 0.55
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

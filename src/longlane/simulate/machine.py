@@ -19,6 +19,7 @@ from longlane.memory.pages import PagePool
 from longlane.memory.plan import CHUNKS, PAGE
 from longlane.memory.prefix import PrefixTree
 from longlane.memory.states import SlotPool
+from longlane.memory.stops import WORTH_A_LAUNCH
 from longlane.simulate.cost import MAX_CONTEXT, STATE_BYTES, CostModel
 from longlane.simulate.drafting import Drafting, DraftRow
 from longlane.simulate.workload import Ask
@@ -147,7 +148,7 @@ class Machine:
         tree = PrefixTree(pages, slots, stateful=True, page_bytes=page_bytes, slot_bytes=slot_bytes)
         # Where the pool is the bound, a refusal names the flag that there is; else that of a server with most context.
         context = min(config.kv_capacity + PAGE, MAX_CONTEXT)
-        self._memory = Memory(pages, slots, context, tree=tree, mover=Still())
+        self._memory = Memory(pages, slots, context, tree=tree, mover=Still(), worth_an_end=WORTH_A_LAUNCH)
         self._drafting = Drafting(config.draft_tokens if config.spec == "mtp" else 0)
         self._coming: list[tuple[float, int, Ask]] = []
         self._following: dict[str, list[tuple[int, Ask]]] = {}

@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from longlane.memory.stops import WORTH_A_LAUNCH
 from longlane.types import Request, SamplingParams
 from support.conversations import Conversation, Turn, drain, serve, turns
 from support.hash_model import VOCAB
@@ -149,6 +150,18 @@ def test_a_short_raw_prompt_is_not_cut_and_computed_again():
     engine.on_step(steps.append)
     assert [serve(engine, raw(id, (3, 256))).cached_tokens for id in "ab"] == [0, 0]
     assert [step["columns"] for step in steps if step["kind"] == "prefill"] == [[64], [192], [256]]
+
+
+@pytest.mark.parametrize(
+    ("length", "cached", "chunks"),
+    [(2048, [0, 0, 1984], [64, 1984, 1984, 64, 64]), (2112, [0, 2048, 2048], [64, 1984, 64, 64, 64])],
+)
+def test_where_a_cut_costs_a_launch_a_prompt_is_cut_when_it_comes_again_unless_it_is_long(length, cached, chunks):
+    engine = build(settings(prefill_chunk=4096), pages=80, spare_slots=4, worth_an_end=WORTH_A_LAUNCH)
+    steps = []
+    engine.on_step(steps.append)
+    assert [serve(engine, raw(id, (3, length))).cached_tokens for id in "abc"] == cached
+    assert [step["columns"] for step in steps if step["kind"] == "prefill"] == [[chunk] for chunk in chunks]
 
 
 @pytest.mark.parametrize("spare", [1, 4])

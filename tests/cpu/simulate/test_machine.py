@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longlane.memory.stops import WORTH_A_LAUNCH
 from longlane.simulate.machine import Machine
 from longlane.simulate.measures import total_s, ttft_s
 from longlane.simulate.presets import preset
@@ -43,7 +44,8 @@ def timed_engine(lanes: int, pages: int, clock: Clock, concurrent: bool):
     """The real engine over the hash model, on a clock that only its steps move."""
     config, lane = settings(max_concurrency=lanes, kv_capacity=pages * 64), TimedLane(clock)
     beside = lane if concurrent and lanes > 1 else None
-    engine = build(config, pages=pages, clock=clock, spare_slots=lanes, overlap=concurrent, beside=beside)
+    run = {"clock": clock, "overlap": concurrent, "beside": beside}
+    engine = build(config, pages=pages, spare_slots=lanes, worth_an_end=WORTH_A_LAUNCH, **run)
 
     def take_time(step):
         lengths, [columns, *_] = step["contexts"], step["columns"]
@@ -56,6 +58,8 @@ def timed_engine(lanes: int, pages: int, clock: Clock, concurrent: bool):
             clock.now += COST.prefill_s(lengths[0], columns) / (COST.decode_share if flying else 1)
 
     engine._runner.on_step = take_time
+    # The machine has no rounds that run ahead, for one of which a newcomer waits.
+    engine._may_run_ahead = lambda: False
     return engine
 
 
