@@ -71,8 +71,10 @@ def test_two_lanes_of_the_tiny_hybrid_remember_at_its_full_depth() -> None:
     prompts, codes = {}, {}
     for index, depth in enumerate((0.1, 0.8)):
         ids, codes[str(index)] = needle(frontend, filler, 32_000, depth, index)
-        # More of the text after the three tokens that open the question, up to the last page.
-        prompts[str(index)] = [*ids[:3], *fillers[: 32_768 - 40 - len(ids)], *ids[3:]]
+        # More of the text after the three tokens that open the question, up to the last page; another part of it each
+        # time, since prompts that share a head share its pages.
+        more = fillers[100 * index :][: 32_768 - 40 - len(ids)]
+        prompts[str(index)] = [*ids[:3], *more, *ids[3:]]
     log, fewest = run(engine, prompts, 32_768)
     assert fewest == 0
     for id, tokens in log.tokens.items():
