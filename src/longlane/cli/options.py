@@ -20,11 +20,11 @@ MOST_STATES, MOST_THREADS, MOST_RESTARTS, MOST_PENDING = 1 << 20, 1 << 10, 1 << 
 
 def whole(help: str, least: int, most: int, *, auto: bool = False) -> Any:
     """A flag that takes a whole number from `least` to `most`; with `auto` that word too, which is None."""
-    return _number(help, int, least, most, r"-?[0-9]{1,20}", auto=auto)
+    return _number(help, int, least, most, r"[+-]?[0-9]{1,20}", auto=auto)
 
 
 def _decimal(help: str, least: float, most: float) -> Any:
-    return _number(help, float, least, most, r"-?([0-9]+\.?[0-9]*|\.[0-9]+)(e-?[0-9]{1,3})?")
+    return _number(help, float, least, most, r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 
 
 def _number(help: str, kind: type[int | float], least: float, most: float, form: str, *, auto: bool = False) -> Any:

@@ -89,9 +89,12 @@ def _template(server: ServerConfig) -> str | None:
     if server.chat_template is None:
         return None
     try:
-        return server.chat_template.read_text()
+        text = server.chat_template.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {server.chat_template}: {error}; name a Jinja file in UTF-8") from None
+    if not text.strip():
+        raise ConfigError(f"--chat-template {server.chat_template} is empty; name a Jinja file, or leave the flag out")
+    return text
 
 
 class LoadingBars:

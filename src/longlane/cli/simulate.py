@@ -28,7 +28,9 @@ SIMULATED = {*OF_A_TRACE, *OF_DRAFTS, "kv_capacity", "prefill_chunk", "decode_fl
 @takes(EngineConfig, without=HELP.keys() - SIMULATED)
 def simulate(
     context: typer.Context,
-    preset_name: Annotated[str, typer.Option("--preset", help=f"The card: {', '.join(CARDS)}.")] = "4080s",
+    preset_name: Annotated[
+        str, typer.Option("--preset", help=f"The card, by figures published of it: {', '.join(CARDS)}.")
+    ] = "4080s",
     scenario: Annotated[str | None, typer.Option(help=f"What is asked: {', '.join(SCENARIOS)}.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Instead of a scenario: requests in a file of JSON lines.", metavar="FILE")

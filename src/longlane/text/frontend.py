@@ -46,7 +46,7 @@ class Frontend:
             _settings(get(role), source / f"{role}.json") for role in ("tokenizer_config", "generation_config")
         )
         tokenizer = Tokenizer(definition, tokenizer_config, source)
-        text = template or _decoded(get("chat_template"), source)
+        text = _decoded(get("chat_template"), source) if template is None else template
         return cls(
             tokenizer=tokenizer,
             shield=Shield(tokenizer.control_tokens),

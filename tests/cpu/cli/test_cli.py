@@ -19,6 +19,7 @@ import longlane
 from longlane.cli import COMMANDS, app, load, main
 from longlane.cli.session import open_session
 from longlane.config import EngineConfig, ServerConfig
+from longlane.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "assets" / "tiny-hybrid"
@@ -301,4 +302,13 @@ def test_numbers_are_whole_where_parts_of_one_make_no_sense() -> None:
     for value in ("1.5", "1e3"):
         with pytest.raises(typer.BadParameter, match=f"'{value}' is not a whole number from 1 to 16"):
             command.make_context("serve", ["m", f"--max-concurrency={value}"])
-    assert command.make_context("serve", ["m", "--top-p=1e-2"]).params["top_p"] == 0.01
+    for value in ("1e-2", "1E-2", "+.01"):
+        assert command.make_context("serve", ["m", f"--top-p={value}"]).params["top_p"] == 0.01
+
+
+def test_an_empty_template_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jinja"
+    empty.write_text("\n")
+    result = CliRunner().invoke(app, ["chat", "tiny", "--chat-template", str(empty), "--prompt", "hi"])
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.message == f"--chat-template {empty} is empty; name a Jinja file, or leave the flag out"
