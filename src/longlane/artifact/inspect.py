@@ -27,6 +27,10 @@ SAFETENSORS_BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "BF16": 16, "F16
 SAFETENSORS_BITS |= {"F8_E4M3": 8, "F8_E5M2": 8}
 
 
+def anything(*_: object) -> None:
+    """A `Serve` that asks for nothing."""
+
+
 class Format(msgspec.Struct, frozen=True):
     """Tensors of one format."""
 
@@ -58,9 +62,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     objects: list[Entry] = []
 
 
-def summarize(
-    artifact: Artifact, *, objects: bool = False, sha256: bool = False, serve: Serve = lambda *_: None
-) -> Summary:
+def summarize(artifact: Artifact, *, objects: bool = False, sha256: bool = False, serve: Serve = anything) -> Summary:
     """Count what an open artifact holds, and list it with `objects`. `sha256` reads every byte of it."""
     tensors = [entry for entry in artifact.objects.values() if entry.kind == "tensor"]
     formats = _formats((str(entry.format), entry.bytes) for entry in tensors)
@@ -87,7 +89,7 @@ def summarize(
     )
 
 
-def summarize_directory(path: Path, serve: Serve = lambda *_: None) -> Summary:
+def summarize_directory(path: Path, serve: Serve = anything) -> Summary:
     """Count what a Hugging Face directory holds, from its configuration and the headers of its shards.
 
     Its `problems` are what loading it would say. Raises:
@@ -120,7 +122,7 @@ def summarize_directory(path: Path, serve: Serve = lambda *_: None) -> Summary:
     )
 
 
-def summarize_gguf(path: Path, serve: Serve = lambda *_: None) -> Summary:
+def summarize_gguf(path: Path, serve: Serve = anything) -> Summary:
     """Count what a GGUF file holds, in its own types. Nothing is converted.
 
     Its `problems` are what converting it would say. Raises:
@@ -170,7 +172,7 @@ def architecture(config: dict[str, Any]) -> str | None:
     return str(names[0]) if isinstance(names, list) and names else None
 
 
-def problems(artifact: Artifact, serve: Serve = lambda *_: None) -> list[str]:
+def problems(artifact: Artifact, serve: Serve = anything) -> list[str]:
     """Why this build could not run the model; empty where it can."""
     config = artifact.text_config()
     found = _unknown_formats(artifact)

@@ -21,10 +21,10 @@ from longlane.engine.flags import (
     sections,
 )
 from longlane.errors import ConfigError, PlanError, counted
+from longlane.kernels.sizes import RAW_BYTES
 from longlane.memory.plan import (
     DEFAULT_CONTEXT,
     DRIVER_BYTES,
-    VALUE_BYTES,
     PlanRequest,
     activation_width,
     page_bytes,
@@ -119,10 +119,13 @@ def plan_request(
 def placed_weights(config: EngineConfig, text: dict[str, Any], path: Path, *, on_card: bool) -> dict[str, int]:
     """Bytes by part of the weights as the flags place them on a device. text: the text model's configuration."""
     dtype = compute_dtype(config, on_card=on_card)
-    # As `kernels.linear.on_tiles` has it.
-    tiles = on_card and dtype == "bf16"
-    plain = None if tiles else Plain(VALUE_BYTES[dtype], packed=fast(config))
+    plain = None if tiled(dtype, on_card=on_card) else Plain(RAW_BYTES[dtype], packed=fast(config))
     return weight_bytes(text, path, sections(config), config.weights, plain=plain, named=config.model)
+
+
+def tiled(dtype: str, *, on_card: bool) -> bool:
+    """As `kernels.linear.on_tiles` has it, which needs torch."""
+    return on_card and dtype == "bf16"
 
 
 def fast(config: EngineConfig) -> bool:

@@ -35,7 +35,6 @@ VISION_BYTES_PER_KTOKEN = 62 * MIB
 # Pages that the staging buffer of a host arena holds at least.
 STAGED_PAGES = 16
 
-VALUE_BYTES = {"float64": 8, "float32": 4, "bf16": 2}
 DEFAULT_CONTEXT = 8192
 # Tokens of a chunk where no flag says how many, and the part of a card that a larger one's activations may take.
 CHUNKS = (4096, 2048, 1024)
@@ -49,7 +48,7 @@ class PlanRequest:
     `width` is the widest activation of one token in values (gate and up together for a SwiGLU block).
     `kv_capacity` None fills what fits, at most lanes x max_context; `prefill_chunk` is as `chunk_tokens` says.
     `state_slots` counts images beside the lanes' own. `vision_tokens` 0 means no vision tower, `host_arena` that pages
-    and states spill to the host. `dtype` is that of the arithmetic, a name of `VALUE_BYTES`. `concurrent`: chunks may
+    and states spill to the host. `dtype` is that of the arithmetic, a name of `RAW_BYTES`. `concurrent`: chunks may
     run beside rounds.
     """
 
@@ -104,7 +103,7 @@ def page_bytes(spec: CacheSpec, kv_dtype: str) -> int:
 def state_bytes(spec: CacheSpec, dtype: str = "bf16", gdn_state: GdnState = "fp32") -> int:
     """Bytes of one state image: the recurrence in the format of `gdn_state` (float64 in float64), the convolution
     history and the MTP carry in `dtype`."""
-    value = VALUE_BYTES[dtype]
+    value = RAW_BYTES[dtype]
     recurrent = spec.gdn_value_heads * spec.gdn_value_dim * spec.gdn_key_dim
     recurrent *= 2 if gdn_state == "bf16" else max(4, value)
     conv = spec.conv_channels * spec.conv_history * value
@@ -115,7 +114,7 @@ def state_bytes(spec: CacheSpec, dtype: str = "bf16", gdn_state: GdnState = "fp3
 def record_bytes(spec: CacheSpec, dtype: str = "bf16") -> int:
     """Bytes a verify step records per column to fold from: inputs and outputs of the convolution, g and beta in
     float32."""
-    per_layer = 2 * spec.conv_channels * VALUE_BYTES[dtype] + spec.gdn_value_heads * 8
+    per_layer = 2 * spec.conv_channels * RAW_BYTES[dtype] + spec.gdn_value_heads * 8
     return spec.gdn_layers * per_layer
 
 
@@ -129,7 +128,7 @@ def chunk_tokens(req: PlanRequest) -> int:
 
 def activation_bytes(req: PlanRequest) -> int:
     """A chunk's token: the widest activations, and their float32 twin in the recurrent layers."""
-    return VALUE_BYTES[req.dtype] * (2 * req.width + 6 * max(req.spec.conv_channels, req.spec.hidden))
+    return RAW_BYTES[req.dtype] * (2 * req.width + 6 * max(req.spec.conv_channels, req.spec.hidden))
 
 
 def fixed_pools(req: PlanRequest) -> list[Pool]:
@@ -196,7 +195,7 @@ def prefill_attention(req: PlanRequest) -> int:
     values, and the float32 parts of its tokens."""
     if req.kv_dtype in RAW_BYTES:
         return 0
-    plain = SEGMENT * PAGE * req.spec.kv_heads * req.spec.head_dim * 2 * VALUE_BYTES[req.dtype]
+    plain = SEGMENT * PAGE * req.spec.kv_heads * req.spec.head_dim * 2 * RAW_BYTES[req.dtype]
     return plain + chunk_tokens(req) * _part(req.spec)
 
 

@@ -15,8 +15,10 @@ from longlane.config import EngineConfig
 from longlane.engine import startup
 from longlane.engine.flags import check_flags
 from longlane.engine.loop import Engine
-from longlane.engine.planning import check_tiers, host_states, placed_weights
+from longlane.engine.planning import check_tiers, host_states, placed_weights, tiled
 from longlane.errors import ConfigError, LonglaneError, PlanError
+from longlane.kernels.kv_codec.pages import RAW_DTYPES
+from longlane.kernels.linear import on_tiles
 from longlane.text.tokenizer import Tokenizer
 from longlane.types import Loading, Ready, Request, SamplingParams
 from support.toy_engine import run
@@ -185,6 +187,12 @@ def test_what_weights_take_is_known_before_they_are_read(tmp_path, weights, dtyp
         sizes = placed_weights(config, open_resources(model).config, model, on_card=False)
         placed = load(config)[1].model.weights_bytes
         assert placed * 0.999 < sum(sizes.values()) <= placed * 1.001
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", RAW_DTYPES)
+def test_weights_are_planned_as_tiles_where_products_take_tiles(device, dtype):
+    assert tiled(dtype, on_card=device == "cuda") == on_tiles(device, RAW_DTYPES[dtype])
 
 
 def test_memory_that_a_refusal_calls_enough_is_enough():

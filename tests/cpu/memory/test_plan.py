@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from longlane.config import GdnState
 from longlane.errors import PlanError
 from longlane.kernels.kv_codec.pages import RAW_DTYPES
-from longlane.kernels.sizes import CODECS
+from longlane.kernels.sizes import CODECS, RAW_BYTES
 from longlane.layers.batch import new_caches
 from longlane.memory.plan import (
     GIB,
     MIB,
     PARTED_BYTES,
-    VALUE_BYTES,
     PlanRequest,
     decode_parts,
     fixed_pools,
@@ -129,7 +128,7 @@ def test_state_image_is_147_8_mib() -> None:
 
 
 @pytest.mark.parametrize("gdn_state", ["fp32", "bf16"])
-@pytest.mark.parametrize("dtype", VALUE_BYTES)
+@pytest.mark.parametrize("dtype", RAW_BYTES)
 def test_a_state_image_is_what_the_caches_hold_for_a_slot(dtype: str, gdn_state: GdnState) -> None:
     spec = msgspec.structs.replace(QWEN_27B, kv_layers=0, mtp_layers=1, gdn_layers=2)
     caches = new_caches(
