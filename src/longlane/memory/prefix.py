@@ -51,8 +51,9 @@ class PrefixTree:
     `stateful` models need checkpoints. `rebuild` is the cost of computing the tokens between two positions, in any
     unit; `page_bytes` and `slot_bytes` are sizes. Values are GreedyDual-Size (Cao & Irani, 1997): cost per byte where
     pages run out, cost per slot where slots do, each on a clock that rises with evictions, so that what is not used
-    ages without ever being touched. The cost is that of now: once the states before it are gone, the last one of a
-    conversation is worth all of it.
+    ages without ever being touched. The cost is from the state before that is still there: once those are gone, the
+    last one of a conversation is worth all of it. For a slot that is looked up for each eviction, for pages once for
+    all evictions of a pass.
     """
 
     def __init__(
@@ -323,10 +324,12 @@ class PrefixTree:
         return self._rebuild(before, victim.position) / (self._slot_bytes + pages * self._page_bytes)
 
     def _previous(self, checkpoint: Checkpoint) -> int:
-        node: Node | None = checkpoint.node
-        while node is not None:
-            ends = [other.position for other in node.checkpoints if other.position < checkpoint.position]
-            if ends:
-                return max(ends)
-            node = node.parent
-        return 0
+        """The position of the last state that this one continues: of the same tokens, not of another branch."""
+        node, words = checkpoint.node, checkpoint.tail
+        while True:
+            before = [held for held in node.checkpoints if held is not checkpoint and words.startswith(held.tail)]
+            if before:
+                return max(held.position for held in before)
+            if node.parent is None:
+                return 0
+            node, words = node.parent, node.tokens

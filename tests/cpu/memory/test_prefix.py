@@ -187,6 +187,34 @@ def test_states_compete_for_slots_by_tokens_and_for_pages_by_their_bytes() -> No
     assert cache.tree.match([1] * 8000).length == 7999
 
 
+def test_a_state_of_another_branch_spares_a_state_nothing() -> None:
+    cache = Cache(pages=400, slots=3)
+    long, other = [1] * 8000, [1] * 7950 + [2] * 40
+    cache.run(long, {7999})
+    cache.run(other, {7990})
+    for short in range(3, 6):
+        cache.run([short] * 320, {300})
+    assert cache.tree.match(long).length == 7999
+    assert cache.tree.match([*other, 2]).length == 7990
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(SEQUENCE, st.sets(st.integers(1, 300), max_size=4)), min_size=1, max_size=8))
+def test_the_state_that_goes_is_nearest_to_one_that_it_continues(
+    work: list[tuple[list[int], set[int]]],
+) -> None:
+    cache = Cache(pages=1000, slots=64)
+    for tokens, marks in work:
+        cache.run(tokens, marks)
+    while stored := cache.stored():
+        while cache.slots.take() is not None:
+            pass
+        costs = {tokens: len(tokens) - longest(stored, list(tokens)) for tokens in stored}
+        assert cache.tree.free_slot()
+        (gone,) = stored - cache.stored()
+        assert costs[gone] == min(costs.values())
+
+
 def test_what_is_new_is_kept_where_a_slot_is_free_or_holds_what_is_worth_no_more() -> None:
     cache = Cache(pages=100, slots=2)
     assert cache.tree.has_room_for(0, 1)
