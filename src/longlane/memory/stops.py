@@ -2,6 +2,7 @@
 costs a chunk, which is what 15 to 65 tokens cost (`docs/memory.md`), and a state slot."""
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from longlane.memory.plan import PAGE
 
@@ -27,9 +28,10 @@ def stops_of(boundaries: Iterable[int], parts: Iterable[int], cached: int, promp
     for mark in sorted(chosen):
         if mark - state_before(mark, stops, cached) >= LEAST_APART:
             stops.append(mark)
-    for part in sorted(parts):
+    for part in sorted({*parts}):
         stops += edge_before(min(part, prompt - 1), stops, cached)
-    return sorted(stops)
+    # Of an edge and a boundary just behind it the edge serves both, for the few tokens between.
+    return [stop for before, stop in pairwise([cached, *sorted(stops)]) if stop - before >= LEAST_APART]
 
 
 def edge_before(end: int, stops: Sequence[int], cached: int, least: int = WORTH_A_CUT) -> list[int]:

@@ -1,5 +1,7 @@
 """Where a prompt's state is kept."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +28,9 @@ from longlane.memory.stops import INTERVAL, LEAST_APART, WORTH_A_CUT, edge_befor
         pytest.param([700], 0, [690], 800, [640, 700], id="it parts in a long message"),
         pytest.param([], 0, [640], 640, [576], id="all of it came before"),
         pytest.param([], 0, [900, 300, 310, 10], 2000, [256, 896], id="it parts from several"),
+        pytest.param([965], 0, [961], 2000, [960], id="it parts just before a message ends"),
+        pytest.param([968], 0, [961], 2000, [960, 968], id="it parts somewhat before a message ends"),
+        pytest.param([965, 973], 0, [961], 2000, [960, 973], id="it parts just before two messages end"),
     ],
 )
 def test_stops(boundaries, cached, parts, prompt, stops):
@@ -53,8 +58,7 @@ def test_stops_lie_in_order_between_what_is_cached_and_the_last_token(boundaries
     inside = [stop for stop in stops if stop not in boundaries and stop % INTERVAL]
     assert len(inside) <= len(parts)
     assert all(stop % PAGE == 0 and stop <= max(parts) for stop in inside)
-    marks = [stop for stop in stops if stop not in inside]
-    assert all(later - sooner >= LEAST_APART for sooner, later in zip([cached, *marks], marks, strict=False))
+    assert all(later - sooner >= LEAST_APART for sooner, later in pairwise([cached, *stops]))
 
 
 @given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40))
