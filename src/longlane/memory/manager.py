@@ -117,19 +117,11 @@ class Memory:
         assert request_id not in self._leases, f"{request_id} holds a lease"
         # The last new token is never fed back, so it needs no place in the cache.
         limit = len(token_ids) + max(0, self.allowed_new(len(token_ids), max_new) - 1)
-        need = pages_for(len(token_ids))
-        match, restore = self._find(token_ids)
-        pages = self._reserve(match, need, limit, leave)
-        if pages is None:
-            self._cancel(restore)
-            restore = None
-        if pages is None and not self._leases:
-            # A prefix and the page it is continued in can be one page too many. Alone, a request always fits.
-            match = self._nothing("the pool has no room for prompt and prefix")
-            pages = self._reserve(match, need, limit, leave)
-        if pages is None:
+        claim = self._claim(token_ids, limit, leave)
+        if claim is None:
             self._flush()
             return None
+        match, restore, pages = claim
         there = match.node.end if restore else match.length
         slot = self._bring(restore, pages) if restore else self._resume(match, pages)
         lease = self._leases[request_id] = Lease(
@@ -147,6 +139,22 @@ class Memory:
         )
         self._flush()
         return lease
+
+    def _claim(
+        self, token_ids: Sequence[int], limit: int, leave: int
+    ) -> tuple[Match, Restore | None, list[int]] | None:
+        """The prefix that can be used, what brings it here, and the pages of the whole prompt, which are taken."""
+        need = pages_for(len(token_ids))
+        match, restore = self._find(token_ids)
+        pages = self._reserve(match, need, limit, leave)
+        if pages is None:
+            self._cancel(restore)
+            restore = None
+        if pages is None and not self._leases:
+            # A prefix and the page it is continued in can be one page too many. Alone, a request always fits.
+            match = self._nothing("the pool has no room for prompt and prefix")
+            pages = self._reserve(match, need, limit, leave)
+        return None if pages is None else (match, restore, pages)
 
     def _find(self, token_ids: Sequence[int]) -> tuple[Match, Restore | None]:
         """The longest prefix of all tiers, and what brings it here where the device has a shorter one."""
