@@ -111,7 +111,8 @@ class PrefixTree:
     def _miss(self, node: Node, words: bytes, used: int, common: int, limit: int) -> str:
         if used >= limit or (not self.stateful and common >= limit):
             return ""
-        if any(digest in self._ghosts for digest in self._digests(node, words)):
+        # Without ghosts no page of a long prompt need be hashed, as it would be before every step while it waits.
+        if self._ghosts and any(digest in self._ghosts for digest in self._digests(node, words)):
             return f"evicted after {used}"
         if common > used and common >= limit:
             return f"no checkpoint after {used}"
