@@ -5,7 +5,7 @@ beside such steps.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -104,11 +104,15 @@ def plan_step(state: Snapshot, policy: Policy) -> StepPlan:
     they are owed time."""
     decode = tuple(row.id for row in sorted(state.running, key=seniority) if not row.remaining)
     prefills = [row for row in state.running if row.remaining and row.id != state.beside]
+    if state.beside is not None:
+        # The others cannot run, so they neither keep these back nor are overtaken by them.
+        prefills = [row for row in prefills if row.remaining <= QUICK]
     if not prefills:
         return StepPlan(decode, None)
     chosen = choose_prefill(prefills)
     beside = bool(policy.concurrent and decode and state.beside is None)
-    if not beside and not _may_take_turn(chosen, bool(decode), state, policy):
+    # A quick one may hold up decode rows that are owed no more than one other chunk.
+    if decode and not beside and state.debt_s > (policy.gap_s if chosen.remaining <= QUICK else 0.0):
         return StepPlan(decode, None)
     free = len(state.running) < policy.lanes
     limit_s = policy.step_s
@@ -121,14 +125,6 @@ def plan_step(state: Snapshot, policy: Policy) -> StepPlan:
     chunk = Chunk(chosen.id, min(chunk_size(token_s, limit_s, policy.prefill_chunk), chosen.remaining))
     skipped = tuple(row.id for row in prefills if row.arrival < chosen.arrival)
     return StepPlan(decode, None, skipped, beside=chunk) if beside else StepPlan(decode, chunk, skipped)
-
-
-def _may_take_turn(chosen: Running, decodes: bool, state: Snapshot, policy: Policy) -> bool:
-    """Whether a chunk may hold up the decode rows now. A quick one may where they are owed no more than one other."""
-    quick = chosen.remaining <= QUICK
-    if state.beside is not None and not quick:
-        return False
-    return not decodes or state.debt_s <= (policy.gap_s if quick else 0.0)
 
 
 def choose_prefill(prefills: Iterable[Running]) -> Running:
@@ -278,11 +274,13 @@ def will_share(leader: Entry, entry: Entry) -> bool:
     )
 
 
-def parts_of(entry: Entry, waiting: Iterable[Entry]) -> list[int]:
-    """Where `entry` parts from others that wait and begin alike, so that they follow it up to there."""
+def parts_of(entry: Entry, waiting: Iterable[Entry]) -> Iterator[int]:
+    """Where `entry` parts from others that wait and begin alike, so that they follow it up to there. Whole prompts are
+    compared, but only when somebody asks: most attempts at admission find no pages, and do not."""
     head = entry.tokens[:WORTH_A_CUT]
-    alike = [other for other in waiting if other is not entry and other.tokens[:WORTH_A_CUT] == head]
-    return [common_length(entry.tokens, other.tokens) for other in alike]
+    for other in waiting:
+        if other is not entry and other.tokens[:WORTH_A_CUT] == head:
+            yield common_length(entry.tokens, other.tokens)
 
 
 E = TypeVar("E", bound=Entry)

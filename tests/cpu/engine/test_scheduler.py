@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longlane.engine import scheduler
 from longlane.engine.admission import is_overloaded
 from longlane.engine.scheduler import (
     MAX_SKIPS,
@@ -21,6 +22,14 @@ from longlane.engine.scheduler import (
     plan_step,
     settle,
 )
+from longlane.memory.manager import Memory
+from longlane.memory.node import common_length
+from longlane.memory.pages import PagePool
+from longlane.memory.prefix import PrefixTree
+from longlane.memory.states import SlotPool
+from longlane.simulate.drafting import Drafting
+from longlane.simulate.machine import Job, Still
+from longlane.simulate.workload import Ask
 
 POLICY = Policy(prefill_chunk=1024, decode_floor=0.5)
 
@@ -132,6 +141,12 @@ def test_where_the_card_can_be_parted_a_chunk_runs_beside_the_rounds():
     assert made(row("a"), long, other, beside="long") == StepPlan(("a",), None)
     assert made(row("a"), long, short, beside="long").prefill == Chunk("short", 150)
     assert made(long, short, beside="long").prefill == Chunk("short", 150)
+    # Whoever is before it in turn, but cannot run: that one is not overtaken.
+    for waits in (row("other", 8000, skipped=MAX_SKIPS), row("other", 8000, priority=1)):
+        assert made(row("a"), long, waits, short, beside="long") == StepPlan(("a",), Chunk("short", 150))
+    shorter = row("shorter", 90, arrival=3)
+    assert made(row("a"), long, other, short, shorter, beside="long").skipped == ("short",)
+    assert made(row("a"), long, short, beside="long", debt_s=policy.gap_s * 1.01).prefill is None
     # With nobody to run beside, a prefill has the whole card.
     assert (made(long).prefill, made(long).beside) == (Chunk("long", 199), None)
 
@@ -212,3 +227,34 @@ def test_lanes_and_queue_bound_what_is_taken():
     assert not is_overloaded(2, 1, lanes=2, max_pending=2)
     assert is_overloaded(2, 2, lanes=2, max_pending=2)
     assert is_overloaded(1, 0, lanes=1, max_pending=0)
+
+
+def queued(id: str, arrival: int, tokens: list[int]) -> Job:
+    ask = Ask(id=id, prompt=tokens, answer=[0] * 10)
+    draft = Drafting(0).open(id, ask.acceptance)
+    return Job(ask=ask, draft=draft, arrival=arrival, submitted=0.0, deadline=1e9, tokens=list(tokens))
+
+
+def test_prompts_are_compared_for_who_is_admitted_and_not_for_who_finds_no_pages(monkeypatch):
+    compared = []
+
+    def watched(a: list[int], b: list[int]) -> int:
+        compared.append((len(a), len(b)))
+        return common_length(a, b)
+
+    monkeypatch.setattr(scheduler, "common_length", watched)
+    pages, slots = PagePool(36), SlotPool(8)
+    tree = PrefixTree(pages, slots, stateful=True, page_bytes=1000, slot_bytes=4000)
+    memory = Memory(pages, slots, 4096, tree=tree, mover=Still())
+    head = list(range(500))
+    waiting = {id: queued(id, place, head + [1000 + place] * 1000) for place, id in enumerate("abc")}
+    first, running = queued("first", -1, [7] * 1000), {}
+    first.lease = memory.admit("first", first.tokens, 10)
+    running["first"] = first
+    assert scheduler.admit(memory, waiting, running, 8, 0.0) == []
+    assert compared == []
+    memory.release(first.lease)
+    del running["first"]
+    assert [one.id for one in scheduler.admit(memory, waiting, running, 8, 0.0)] == ["a"]
+    assert compared == [(1500, 1500)] * 2
+    assert 448 in running["a"].lease.stops, "the last page edge of what they share"
