@@ -73,8 +73,9 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step is on the device, or on its way there, so that the host has time."""
-        return self._flights.busy
+        """Whether a step is on the device, or on its way there, and nothing can go beside it, so that the host has
+        time."""
+        return self._flights.busy and not self._has_turn()
 
     @property
     def launching(self) -> bool:
@@ -121,7 +122,7 @@ class Engine:
 
     def step(self) -> list[FromEngine]:
         """Land what runs, launch what follows, and return every message since the last call."""
-        self._land()
+        self._land(wait=not self._has_turn())
         self.tend()
         self._launch()
         while self._flights and not self._overlap:
@@ -163,11 +164,22 @@ class Engine:
         if self._launch_rest():
             return
         if not self._flights.round:
-            beside = self._flights.beside
-            self._start(self._pace.plan(self._book.running.values(), beside.job.id if beside else None))
+            self._start(self._plan())
         if self._may_run_ahead():
             self._steps += 1
             self._flights.launch_behind()
+
+    def _plan(self) -> scheduler.StepPlan:
+        beside = self._flights.beside
+        return self._pace.plan(self._book.running.values(), beside.job.id if beside else None)
+
+    def _has_turn(self) -> bool:
+        """Whether there is a step for the main stream, which has nothing, while a chunk runs beside it: one of who came
+        meanwhile. It is the plan that says so, since nobody waits for that chunk then."""
+        if self._flights.main or not self._flights.beside:
+            return False
+        plan = self._plan()
+        return bool(plan.decode or plan.prefill)
 
     def _start(self, plan: scheduler.StepPlan) -> None:
         self._steps += bool(plan.decode or plan.prefill)
@@ -217,14 +229,15 @@ class Engine:
                 self._book.running[id].skipped += 1
         return True
 
-    def _land(self) -> None:
-        """Wait for what the main stream runs, or for the chunk beside it where that is all, and take in what ended."""
+    def _land(self, *, wait: bool = True) -> None:
+        """Wait for what the main stream runs, or, if `wait`, for the chunk beside it where that is all, and take in
+        what ended."""
         waited = self._flights.main
         if self._flights.round:
             self._land_round()
         elif self._flights.chunk:
             self._land_chunk(self._flights.chunk)
-        if self._flights.beside and (not waited or self._flights.beside_done):
+        if self._flights.beside and (self._flights.beside_done or (wait and not waited)):
             self._land_chunk(self._flights.beside)
         for id in list(self._cancelled):
             # One whose chunk ran beside may have paused since.

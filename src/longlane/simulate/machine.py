@@ -190,7 +190,7 @@ class Machine:
         if plan.decode or plan.prefill:
             self._run_plan(plan)
         elif self._beside:
-            self._land_beside()
+            self._wait_beside()
 
     def _run_plan(self, plan: StepPlan) -> None:
         """A round and the chunk after it; what runs beside them lands when it is done at the end of one."""
@@ -291,6 +291,15 @@ class Machine:
 
     def _land_beside_if_done(self) -> None:
         if self._beside and self._beside.done <= self._now:
+            self._land_beside()
+
+    def _wait_beside(self) -> None:
+        """For the chunk beside, where nothing else runs, or for who comes before it is done."""
+        assert self._beside is not None
+        self._debt_s = 0.0
+        if self._coming and self._coming[0][0] < self._beside.done:
+            self._now = self._coming[0][0]
+        else:
             self._land_beside()
 
     def _land_beside(self) -> None:

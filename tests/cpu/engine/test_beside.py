@@ -1,6 +1,9 @@
 """Chunks of prompts that run beside rounds: who goes on, who waits, and what is kept until they have landed."""
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 from torch import Tensor
 
 from longlane.engine.chunks import Lane
@@ -44,6 +47,76 @@ def test_a_short_prompt_has_its_turn_while_the_chunk_of_a_long_one_runs():
     run(engine, log)
     check_answers(log, wanted)
     assert engine.stats(check=True).integrity == []
+
+
+NEVER = 10**9
+
+
+def alone(**changes: object) -> tuple[Engine, Log]:
+    """The answer beside which the chunk of "long" was started has ended, and that chunk ends when somebody waits."""
+    engine, log = writing(PatientLane(NEVER), max_concurrency=4, prefill_chunk=None, **changes)
+    engine.submit(ask("long", 2000, 3))
+    until_beside(engine, log)
+    while engine._flights.main:
+        log.take(engine.step())
+    assert set(log.finished) == {"a"}
+    assert engine.busy
+    return engine, log
+
+
+@pytest.mark.parametrize("other", [None, ask("other", 1000, 3, priority=1)])
+def test_a_short_prompt_has_its_turn_though_only_the_chunk_of_a_long_one_runs(other):
+    """Whatever is owed to rounds that are over, and whoever cannot run either."""
+    engine, log = alone()
+    if other:
+        engine.submit(other)
+        engine.tend()
+        assert engine.busy, "it has more than a short one"
+    engine._pace.debt_s = 9.0
+    engine.submit(ask("short", 60, 3))
+    engine.tend()
+    assert not engine.busy
+    while "short" not in log.finished:
+        assert engine._flights.beside is not None
+        log.take(engine.step())
+    assert engine.busy
+    run(engine, log)
+    check_answers(log, [ask("a"), ask("long", 2000, 3), ask("short", 60, 3), *([other] if other else [])])
+
+
+def test_the_end_waits_for_a_chunk_though_somebody_could_have_a_turn():
+    engine, log = alone()
+    engine.submit(ask("short", 60, 3))
+    engine.tend()
+    engine.close()
+    assert not engine._flights
+    assert set(log.finished) == {"a"}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([5, 64, 300, 600, 700]), st.sampled_from([1, 3, 80]), st.integers(0, 1)),
+        min_size=2,
+        max_size=6,
+    ),
+    st.integers(13, 30),
+)
+@examples(max_examples=12, deadline=None)
+def test_no_step_goes_by_in_which_nothing_happens(crowd, pages):
+    """Somebody always runs or has landed, be the pool ever so full: a step that is asked for at once does something."""
+    engine = build(settings(max_concurrency=3), pages=pages, overlap=True, beside=PatientLane(NEVER))
+    log, wanted = Log(), [ask(f"r{i}", count, most, priority=prio) for i, (count, most, prio) in enumerate(crowd)]
+    for one in wanted:
+        engine.submit(one)
+        log.take(engine.step())
+    while not engine.idle:
+        before = engine._prefill_tokens, engine._decode_tokens, engine.stats().waiting
+        flying, started = bool(engine._flights), engine._steps
+        messages = engine.step()
+        after = engine._prefill_tokens, engine._decode_tokens, engine.stats().waiting
+        assert messages or before != after or engine._steps > started or not flying
+        log.take(messages)
+    check_answers(log, wanted)
 
 
 def until_beside(engine: Engine, log: Log) -> None:
@@ -141,6 +214,8 @@ def test_who_has_time_while_a_chunk_alone_is_launched_is_told_so():
     assert (engine._flights.main, engine.launching, engine.busy) == (True, True, False)
     while engine._flights.main:
         engine._land_round()
+    assert not engine.busy, "there is another round"
+    engine.cancel("a")
     assert (engine._flights.main, engine.launching, engine.busy) == (False, True, True)
     lane.launching = False
     assert [engine.busy for _ in range(3)] == [True, True, False], "until the device has done it"

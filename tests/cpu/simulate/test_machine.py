@@ -64,12 +64,22 @@ def timed_engine(lanes: int, pages: int, clock: Clock, concurrent: bool):
 
 
 def serve(engine, clock: Clock, arrivals: list[tuple[float, Request]]) -> Log:
+    """As `engine.process.Service` does: who comes while the engine has time is admitted at once."""
     log, coming = Log(), sorted(arrivals, key=lambda pair: pair[0])
+
+    def hear():
+        while coming and coming[0][0] <= clock.now:
+            engine.submit(coming.pop(0)[1])
+
     while coming or not engine.idle:
         if engine.idle:
             clock.now = max(clock.now, coming[0][0])
-        while coming and coming[0][0] <= clock.now:
-            engine.submit(coming.pop(0)[1])
+        hear()
+        engine.tend()
+        while engine.busy:
+            clock.now = min([engine._runner.chunks.beside.end, *(at for at, _ in coming[:1])])
+            hear()
+            engine.tend()
         log.take(engine.step())
     return log
 
@@ -112,6 +122,25 @@ def test_every_request_has_the_times_it_has_in_the_engine(lanes, pages, crowded,
         assert job.cached_tokens == timings.cached_tokens
     assert any(job.cached_tokens for job in run.jobs.values()) is not crowded
     assert run.seconds == pytest.approx(clock.now - min(at for at, _ in arrivals))
+
+
+def test_a_short_prompt_that_comes_when_only_a_chunk_beside_is_left_has_its_turn():
+    """The answer of "a" ends after 0.73 s, the chunk after 1.08."""
+    given = {"a": (0.0, 64, 12), "long": (0.05, 3000, 1), "short": (0.8, 64, 1)}
+    arrivals = [
+        (at, Request(id=id, token_ids=[(index + len(id)) % VOCAB for index in range(count)], max_tokens=most))
+        for id, (at, count, most) in given.items()
+    ]
+    clock = Clock()
+    log = serve(timed_engine(3, 80, clock, concurrent=True), clock, arrivals)
+    asks = [Ask(id=one.id, prompt=one.token_ids, answer=log.tokens[one.id], arrival_s=at) for at, one in arrivals]
+    run = Machine(COST, settings(max_concurrency=3, kv_capacity=80 * 64, concurrent_prefill=True)).run(asks)
+    first = next(step for step in run.steps if step.chunk and step.chunk.id == "long")
+    assert run.jobs["a"].ended < 0.8 == run.jobs["short"].started < run.jobs["short"].ended < first.ended
+    for id, job in run.jobs.items():
+        assert job.ended == pytest.approx(job.submitted + log.finished[id].timings.total_s, abs=0.06), id
+    assert log.finished["short"].timings.ttft_s == pytest.approx(ttft_s(run.jobs["short"]))
+    assert run.seconds == pytest.approx(clock.now)
 
 
 def asks(count: int, **changes: object) -> list[Ask]:
