@@ -11,8 +11,8 @@ LEAST_APART = 8
 # Tokens that a place inside of a message must spare beyond the one before it. Perhaps nobody comes: so the chunk should
 # cost at most a quarter of them.
 WORTH_A_CUT = 4 * PAGE
-# The same beside a card, where nobody has come yet. There a chunk takes as long as the host needs to launch it, 50 ms
-# or more (`bench/results/log.md`): in that time an H200 computes 600 tokens.
+# The same beside a card, where nobody has come yet. There a chunk takes at least what the host needs to launch it, by
+# estimate 50 ms (466 tokens have their first token after 66): in that time an H200 computes 600 tokens.
 WORTH_A_LAUNCH = 32 * PAGE
 # A place every so often beside those at boundaries: what an edited long prompt recomputes at most.
 INTERVAL = 8192

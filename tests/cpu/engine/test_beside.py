@@ -6,6 +6,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch import Tensor
 
+from longlane.engine import chunks
 from longlane.engine.chunks import Lane
 from longlane.engine.loop import Engine
 from longlane.errors import EngineError
@@ -32,6 +33,23 @@ def test_rounds_go_on_while_a_chunk_runs_beside_them():
     check_answers(log, [ask("a"), ask("b", 200, 3)])
     # A chunk is on its way before the round, and is asked for at the end of each, and before another goes behind it.
     assert kinds[:8] == ["prefill", *["decode"] * 3] * 2
+
+
+def test_chunks_between_rounds_alone_go_on_the_stream_that_the_card_turns_to_first(monkeypatch):
+    engine, log = writing(PatientLane(1000), max_concurrency=3, prefill_chunk=None)
+    kinds, streams = [], []
+    engine.on_step(lambda step: kinds.append((step["kind"], step["beside"])))
+    engine._runner.chunks._between = first = object()
+    monkeypatch.setattr(chunks, "_on", lambda stream, work: (streams.append(stream), work())[1])
+    wanted = [ask("a"), ask("long", 2000, 3), ask("short", 60, 2)]
+    engine.submit(wanted[1])
+    log.take(engine.step())
+    engine.submit(wanted[2])
+    run(engine, log)
+    check_answers(log, wanted)
+    assert ("prefill", True) in kinds
+    assert streams == [first] * kinds.count(("prefill", False))
+    assert streams
 
 
 def test_a_short_prompt_has_its_turn_while_the_chunk_of_a_long_one_runs():
